@@ -1,0 +1,143 @@
+"""The backend seam: `Scores`, not logits, cross it.
+
+A backend holds one model and the state (KV cache) of any number of rows. The engine sees ids going in and `Scores`
+coming out. Whatever a backend computes on stays on its device until a `Scores` method asks for a few numbers.
+
+A new backend is one file that implements `Backend` and passes `safe_llm.testing.BackendConformance`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Backend", "Feed", "FloatArray", "IntArray", "Scores", "Symbols"]
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Symbols:
+    """Which columns of the logits can be chosen, applied before any softmax is taken.
+
+    Attributes:
+        end_ids: Ids that end an answer. They are one symbol: the first id stands for all of them and carries their
+            summed mass (log-sum-exp of their logits), the others get -inf. May be empty.
+        usable: Boolean [W], W the width of the logits: False for ids without bytes (padding rows of a matrix wider
+            than the tokenizer, unused ids) and for control tokens; their logits become -inf. True for `end_ids`.
+    """
+
+    end_ids: tuple[int, ...]
+    usable: npt.NDArray[np.bool_]
+
+    @property
+    def end_id(self) -> int | None:
+        """The id that stands for END, or None where a model has none."""
+        return self.end_ids[0] if self.end_ids else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feed:
+    """Ids to append to one row.
+
+    Attributes:
+        row: Handle from `Backend.open`.
+        ids: New ids, at least one.
+        keep: For how many of the last ids scores are wanted, 1 to len(ids).
+    """
+
+    row: int
+    ids: Sequence[int]
+    keep: int = 1
+
+
+class Scores(Protocol):
+    """Next-token scores at N positions, after `Symbols` were applied.
+
+    Positions are numbered 0 to N-1 in the order of the feeds, within a feed in text order. Small host arrays come out;
+    probabilities are float64 computed from float32 logits; ties go to the lowest id.
+    """
+
+    def __len__(self) -> int:
+        """Return N."""
+        ...
+
+    def top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Return the argmax id [N] and whether the position's scores are finite [N]: False if any logit is NaN or
+        +inf, or all are -inf."""
+        ...
+
+    def log_probs(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
+        """Return log P(ids[i]) at positions[i] under the full softmax [P]; -inf for an unusable id."""
+        ...
+
+    def top_k(self, positions: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
+        """Return ids [P, k] and logits [P, k], best first, ties to the lowest id; k is clipped to the width."""
+        ...
+
+    def logits(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
+        """Return the logit of ids[i] at positions[i] [P]; -inf for an unusable id."""
+        ...
+
+    def forbid_end(self, positions: Sequence[int]) -> None:
+        """Set END to -inf at these positions, for all later calls (min_tokens)."""
+        ...
+
+    def dense(self, positions: Sequence[int]) -> torch.Tensor:
+        """Return full float32 logits [P, W] on the backend's device. Only where `Backend.has_dense_scores`."""
+        ...
+
+
+class Backend(Protocol):
+    """One model and its rows.
+
+    Attributes:
+        name: For errors.
+        width: Columns of the logits (W); may exceed the tokenizer's size.
+        max_context: Most ids a row can hold.
+        has_dense_scores: Whether `Scores.dense` exists.
+        num_forwards: Forward passes so far.
+        forward_s: Wall-clock seconds inside them so far, device work included.
+    """
+
+    name: str
+    width: int
+    max_context: int
+    has_dense_scores: bool
+    num_forwards: int
+    forward_s: float
+
+    def open(self) -> int:
+        """Take a new empty row and return its handle."""
+        ...
+
+    def close(self, row: int) -> None:
+        """Give a row back. Its handle is dead; others stay valid."""
+        ...
+
+    def length(self, row: int) -> int:
+        """Return how many ids the row holds. Costs no device synchronisation."""
+        ...
+
+    def rollback(self, row: int, length: int) -> None:
+        """Forget all but the first `length` ids of a row, any depth, O(1)."""
+        ...
+
+    def forward(self, feeds: Sequence[Feed]) -> Scores:
+        """Append each feed's ids to its row (a row at most once) and return the kept positions' scores.
+
+        The only call that runs the model. A short feed on every row is one pass; a long one may be cut into chunks.
+
+        Raises:
+            MemberError: The model raised (its exception is the cause). No row has changed its length.
+            ContextOverflowError: A row would exceed `max_context`. No row has changed.
+        """
+        ...

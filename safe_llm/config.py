@@ -1,0 +1,193 @@
+"""Configuration: which members, and how they decide. Unknown keys are refused with the nearest known one."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from safe_llm.errors import ConfigError, UnknownNameError
+
+__all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "preset"]
+
+Mode = Literal["safe", "every-token", "drafter"]
+MethodName = Literal["unite", "gac", "prefix-mass"]
+SharpeningName = Literal["prefix", "geometric", "none"]
+
+
+class _Strict(BaseModel):
+    """Frozen model whose errors are ConfigErrors that name what was got, and the nearest known key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    def __init__(self, **values: Any) -> None:
+        known = type(self).model_fields
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("parameter", key, known)
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "configuration"
+            raise ConfigError(f"{where}: {first['msg']}, got {first.get('input')!r}") from None
+
+
+class MemberConfig(_Strict):
+    """One model of the ensemble.
+
+    Attributes:
+        model: A demo model's name, a local folder, a `.gguf` file, or a hub id (`owner/name`).
+        name: How errors, events and traces call it; by default the last part of `model`.
+        revision: Branch, tag or commit, hub ids only.
+        dtype: `auto` is bfloat16 where the device computes fast in it, else float32.
+        device: `cpu`, `cuda:1`, ...; None spreads the members over the GPUs, one each, or takes the CPU.
+        device_map: accelerate's device map (`auto` splits one model over several devices); excludes `device`.
+        max_context: Lower the context window, in tokens.
+        self_check: Compare cached with uncached logits when the model is loaded.
+        trust_remote_code: Run code that ships with the model. Off unless you trust its authors.
+        template_kwargs: Extra variables for the chat template, for instance {"enable_thinking": False}.
+    """
+
+    model: str = Field(min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    revision: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    device_map: str | dict[str, int | str] | None = None
+    max_context: int | None = Field(default=None, ge=2)
+    self_check: bool = True
+    trust_remote_code: bool = False
+    template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_placement(self) -> Self:
+        if self.device is not None and self.device_map is not None:
+            raise ValueError("give device or device_map, not both")
+        return self
+
+    @property
+    def display_name(self) -> str:
+        """The member's name: `name`, else the last part of `model` without `.gguf`."""
+        return self.name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
+
+
+class EnsembleConfig(_Strict):
+    """How the members decide together. Defaults are the paper's (arXiv 2510.15346).
+
+    Attributes:
+        mode: `safe`; `every-token` merges at every token (the baseline); `drafter` is plain decoding.
+        method: `unite`, `gac` or `prefix-mass`.
+        lookahead: Tokens drafted per round (n).
+        consensus_threshold: C2 accepts a token whose mean probability is above it.
+        sharpening: What to do where no candidate reaches 1/2: `prefix`, `geometric` or `none` (UniTE and GaC).
+        sharpening_threshold: lambda of prefix sharpening.
+        top_k: Tokens that each member puts into the union (UniTE), or the drafter's candidates (prefix mass).
+        weights: One per member, drafter first, any positive scale; None is equal.
+        max_batch_size: Rows decoded at once; further requests wait.
+    """
+
+    mode: Mode = "safe"
+    method: MethodName = "unite"
+    lookahead: int = Field(default=5, ge=1, le=64)
+    consensus_threshold: float = Field(default=0.5, ge=0.0, le=1.0)
+    sharpening: SharpeningName = "prefix"
+    sharpening_threshold: float = Field(default=0.1, ge=0.0, le=1.0)
+    top_k: int = Field(default=10, ge=1, le=1000)
+    weights: tuple[float, ...] | None = None
+    max_batch_size: int = Field(default=16, ge=1, le=1024)
+
+    def __init__(self, **values: Any) -> None:
+        for key, kind in (("mode", Mode), ("method", MethodName), ("sharpening", SharpeningName)):
+            known: tuple[str, ...] = kind.__args__  # type: ignore[attr-defined]
+            if isinstance(values.get(key), str) and values[key] not in known:
+                raise UnknownNameError(key, values[key], known)
+        super().__init__(**values)
+
+    def normalized_weights(self, num_members: int) -> tuple[float, ...]:
+        """Return the members' weights, drafter first, summing to 1.
+
+        Raises:
+            ConfigError: Their number is not `num_members`, or one is not a positive finite number.
+        """
+        if self.weights is None:
+            return (1.0 / num_members,) * num_members
+        if len(self.weights) != num_members:
+            raise ConfigError(
+                f"{len(self.weights)} weights for {num_members} members",
+                hint="give one weight per member, the drafter's first",
+            )
+        if any(not math.isfinite(weight) or weight <= 0 for weight in self.weights):
+            raise ConfigError(f"weights must be positive and finite, got {list(self.weights)}")
+        total = sum(self.weights)
+        return tuple(weight / total for weight in self.weights)
+
+    def updated(self, values: Mapping[str, Any]) -> EnsembleConfig:
+        """Return a copy with `values` that are not None replaced, validated."""
+        changes = {key: value for key, value in values.items() if value is not None}
+        return EnsembleConfig(**{**self.model_dump(), **changes})
+
+
+class EnsembleSpec(_Strict):
+    """Everything needed to load an ensemble: what a preset is, and what a TOML file holds."""
+
+    drafter: MemberConfig
+    verifiers: tuple[MemberConfig, ...] = ()
+    ensemble: EnsembleConfig = Field(default_factory=EnsembleConfig)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def members(self) -> tuple[MemberConfig, ...]:
+        """All members, the drafter first."""
+        return (self.drafter, *self.verifiers)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EnsembleSpec:
+        """Build from nested mappings: `drafter`, `verifiers`, `ensemble`, `sampling`."""
+        data = dict(values)
+        if isinstance(data.get("drafter"), Mapping):
+            data["drafter"] = MemberConfig(**data["drafter"])
+        if isinstance(data.get("verifiers"), (list, tuple)):
+            data["verifiers"] = tuple(MemberConfig(**v) if isinstance(v, Mapping) else v for v in data["verifiers"])
+        if isinstance(data.get("ensemble"), Mapping):
+            data["ensemble"] = EnsembleConfig(**data["ensemble"])
+        return cls(**data)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> EnsembleSpec:
+        """Read a TOML file with `[drafter]`, `[[verifiers]]`, `[ensemble]` and `[sampling]` tables.
+
+        Raises:
+            ConfigError: The file cannot be read, is not TOML, or has a wrong or unknown key.
+        """
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from None
+        return cls.from_mapping(values)
+
+
+PRESETS: Mapping[str, EnsembleSpec] = {
+    "demo": EnsembleSpec(
+        drafter=MemberConfig(model="qwen2.5-coder-0.5b-instruct"),
+        verifiers=(MemberConfig(model="smollm2-135m-instruct"),),
+    ),
+    "demo3": EnsembleSpec(
+        drafter=MemberConfig(model="qwen2.5-coder-0.5b-instruct"),
+        verifiers=(MemberConfig(model="smollm2-135m-instruct"), MemberConfig(model="gemma-3-270m")),
+    ),
+}
+"""Ready ensembles by name."""
+
+
+def preset(name: str) -> EnsembleSpec:
+    """Return the preset called `name`; an unknown name is an error that suggests the nearest."""
+    if name not in PRESETS:
+        raise UnknownNameError("preset", name, PRESETS)
+    return PRESETS[name]

@@ -1,0 +1,246 @@
+"""Plain frozen values that cross every layer: messages, sampling parameters, usage, ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal, get_args
+
+from safe_llm.errors import ConfigError, PromptError, UnknownNameError
+
+__all__ = [
+    "FinishDetail",
+    "FinishReason",
+    "GenerationRequest",
+    "Message",
+    "Prompt",
+    "Role",
+    "SamplingParams",
+    "TokenLogprob",
+    "ToolCall",
+    "Usage",
+]
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 1024
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended, in the words of the OpenAI API."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class FinishDetail(StrEnum):
+    """What exactly ended it: `END` and `STOP_STRING` are `stop`, the others `length`."""
+
+    END = "end"
+    STOP_STRING = "stop_string"
+    MAX_TOKENS = "max_tokens"
+    CONTEXT = "context"
+
+    @property
+    def reason(self) -> FinishReason:
+        """The coarse reason that this detail belongs to."""
+        return FinishReason.STOP if self in (FinishDetail.END, FinishDetail.STOP_STRING) else FinishReason.LENGTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a tool by the assistant. `arguments` is the decoded JSON object."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation.
+
+    Raises:
+        PromptError: Unknown role, content that is not text, or a lone surrogate.
+    """
+
+    role: Role
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise PromptError(f"unknown role {self.role!r}", hint=f"roles are {', '.join(get_args(Role))}")
+        check_text(self.content, f"content of a {self.role} message")
+
+    @classmethod
+    def of(cls, value: Message | Mapping[str, Any]) -> Message:
+        """Return `value` as a Message; a mapping must have `role` and `content` and nothing unknown."""
+        if isinstance(value, Message):
+            return value
+        if not isinstance(value, Mapping):
+            raise PromptError(f"a message must be a Message or a mapping, got {type(value).__name__}")
+        known = {field.name for field in fields(cls)}
+        for key in value:
+            if key not in known:
+                raise UnknownNameError("message field", str(key), known)
+        if "role" not in value:
+            raise PromptError("a message needs a 'role'", hint="roles are system, user, assistant, tool")
+        values = dict(value)
+        values["content"] = values.get("content") or ""
+        calls = values.get("tool_calls") or ()
+        values["tool_calls"] = tuple(c if isinstance(c, ToolCall) else ToolCall(**c) for c in calls)
+        return cls(**values)
+
+
+Prompt = str | Sequence[Message | Mapping[str, Any]]
+"""A plain text prompt, or a conversation."""
+
+
+def check_text(text: object, what: str) -> None:
+    """Raise PromptError unless `text` is a str that has a UTF-8 form (no lone surrogate)."""
+    if not isinstance(text, str):
+        raise PromptError(f"{what} must be str, got {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{what} has a lone surrogate at character {error.start}",
+            hint="it is not valid Unicode text; decode it with errors='replace' first",
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one answer is decoded.
+
+    Attributes:
+        max_tokens: Most drafter tokens to generate, at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: Nucleus mass in (0, 1].
+        seed: Makes sampling reproducible; None draws one.
+        stop: Strings that end the answer; the answer is cut before the first match. A str counts as one.
+        min_tokens: The end of the answer is not offered before this many tokens.
+        logprobs: None, or how many of the drafter's best alternatives to report per token (0 to 20).
+
+    Raises:
+        ConfigError: A value out of its range.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop: Any = self.stop
+        if stop is None:
+            stop = ()
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        _check_float("temperature", self.temperature, "a finite number, at least 0", lambda x: x >= 0)
+        _check_float("top_p", self.top_p, "in (0, 1]", lambda x: 0 < x <= 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, 20)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise ConfigError(f"{len(self.stop)} stop strings, at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop:
+            check_text(text, "a stop string")
+            if not 0 < len(text) <= MAX_STOP_CHARS:
+                raise ConfigError(f"a stop string has {len(text)} characters, expected 1 to {MAX_STOP_CHARS}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """Build from keyword values; None means the default, an unknown key is an error that names the nearest."""
+        known = {field.name for field in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("parameter", key, known)
+        return cls(**{key: value for key, value in values.items() if value is not None})
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        wanted = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name} must be a whole number {wanted}, got {value!r}")
+
+
+def _check_float(name: str, value: object, wanted: str, valid: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not valid(value):
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt with its decoding parameters."""
+
+    prompt: str | tuple[Message, ...]
+    sampling: SamplingParams
+
+    @classmethod
+    def of(cls, prompt: Prompt, sampling: SamplingParams) -> GenerationRequest:
+        """Validate `prompt` (text, or a non-empty conversation) and pair it with `sampling`.
+
+        Raises:
+            PromptError: Empty prompt or conversation, unusable text, a malformed message.
+        """
+        if isinstance(prompt, str):
+            check_text(prompt, "the prompt")
+            if not prompt:
+                raise PromptError("the prompt is empty", hint="give at least one character")
+            return cls(prompt=prompt, sampling=sampling)
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
+            raise PromptError(f"a prompt must be str or a sequence of messages, got {type(prompt).__name__}")
+        messages = tuple(Message.of(message) for message in prompt)
+        if not messages:
+            raise PromptError("the conversation is empty", hint="give at least one message")
+        if not any(message.content or message.tool_calls for message in messages):
+            raise PromptError("every message of the conversation is empty", hint="give some text")
+        return cls(prompt=messages, sampling=sampling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request, counted in the drafter's tokens.
+
+    Attributes:
+        prompt_tokens: Length of the prompt as the drafter reads it, control tokens included.
+        completion_tokens: Generated tokens that were committed, an END included, also those a stop string cut off.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One generated token with its log-probability under the drafter's full softmax at temperature 1.
+
+    Attributes:
+        token: The token's raw bytes; concatenated over an answer they are the answer's bytes. Empty for END.
+        logprob: Natural logarithm of the probability, or None for the later pieces of an ensembled token that takes
+            several drafter tokens (the drafter was never asked for them).
+        top: The drafter's best tokens at this position with their log-probabilities, best first.
+    """
+
+    token: bytes
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...] = ()
