@@ -204,7 +204,7 @@ class GenerationRequest:
             return cls(prompt=prompt, sampling=sampling)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             raise PromptError(f"a prompt must be str or a sequence of messages, got {type(prompt).__name__}")
-        messages = tuple(Message.of(message) for message in prompt)
+        messages = tuple(Message.of(message) for message in prompt)  # type: ignore[arg-type]
         if not messages:
             raise PromptError("the conversation is empty", hint="give at least one message")
         if not any(message.content or message.tool_calls for message in messages):

@@ -104,16 +104,22 @@ class Backend(Protocol):
         width: Columns of the logits (W); may exceed the tokenizer's size.
         max_context: Most ids a row can hold.
         has_dense_scores: Whether `Scores.dense` exists.
-        num_forwards: Forward passes so far.
-        forward_s: Wall-clock seconds inside them so far, device work included.
     """
 
     name: str
     width: int
     max_context: int
     has_dense_scores: bool
-    num_forwards: int
-    forward_s: float
+
+    @property
+    def num_forwards(self) -> int:
+        """Forward passes so far."""
+        ...
+
+    @property
+    def forward_s(self) -> float:
+        """Wall-clock seconds inside them so far, device work included."""
+        ...
 
     def open(self) -> int:
         """Take a new empty row and return its handle."""

@@ -1,0 +1,164 @@
+"""`Scores` over dense logits that stay on their device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from safe_llm.backends.base import FloatArray, IntArray, Symbols
+
+__all__ = ["DenseScores", "SymbolColumns"]
+
+_INF = float("inf")
+# top_k takes this many more than asked for, so that a tie at the boundary is usually seen whole.
+_TIE_MARGIN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SymbolColumns:
+    """`Symbols` as index tensors on the device of the logits; made once, used by every forward pass.
+
+    Attributes:
+        hidden: Ids that cannot be chosen, int64 [U].
+        ends: All ids that stand for END, int64 [E].
+        end_id: The id that carries END's mass, or None.
+    """
+
+    hidden: torch.Tensor
+    ends: torch.Tensor
+    end_id: int | None
+
+    @classmethod
+    def of(cls, symbols: Symbols, device: torch.device | str) -> SymbolColumns:
+        """Copy `symbols` to `device`."""
+        return cls(
+            hidden=torch.from_numpy(np.flatnonzero(~symbols.usable)).to(device),
+            ends=torch.tensor(symbols.end_ids, dtype=torch.long, device=device),
+            end_id=symbols.end_id,
+        )
+
+
+class DenseScores:
+    """`Scores` over logits [N, W] of any float type, on any device.
+
+    Takes the logits over: they are cast to float32 once and changed in place. Nothing is normalised over the
+    vocabulary until a probability is asked for. Every method makes one transfer to the host.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, logits: torch.Tensor, columns: SymbolColumns) -> None:
+        self._logits = logits.float()
+        self._end_id = columns.end_id
+        # Masking must not hide a NaN: the largest value of the masked columns is kept, and NaN counts as largest.
+        self._hidden_max = _row_max(self._logits.index_select(1, columns.hidden))
+        if len(columns.ends) > 1:
+            mass = self._logits.index_select(1, columns.ends).logsumexp(dim=1)
+            self._logits.index_fill_(1, columns.ends, -_INF)
+            self._logits[:, columns.end_id] = mass
+        self._logits.index_fill_(1, columns.hidden, -_INF)
+        self._top1: tuple[IntArray, npt.NDArray[np.bool_]] | None = None
+        self._log_mass: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self._logits)
+
+    def top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Return the argmax id [N] and whether the position's raw logits are usable [N] (see `Scores.top1`)."""
+        if self._top1 is None:
+            self._top1 = self._host_top1() if self._logits.device.type == "cpu" else self._device_top1()
+        return self._top1
+
+    def log_probs(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
+        """Return log P(ids[i]) at positions[i] under the full softmax, float64 [P]."""
+        rows, columns = self._indices(positions, ids)
+        logits = self._logits[rows, columns].double()
+        return cast(FloatArray, _host(logits - self._log_masses()[rows]))
+
+    def logits(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
+        """Return the logit of ids[i] at positions[i], float64 [P]."""
+        rows, columns = self._indices(positions, ids)
+        return cast(FloatArray, _host(self._logits[rows, columns]).astype(np.float64))
+
+    def top_k(self, positions: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
+        """Return ids [P, k] and logits [P, k], best first, ties to the lowest id."""
+        width = self._logits.shape[1]
+        k = min(k, width)
+        rows = self._logits[self._indices(positions)[0]]
+        taken = min(width, k + _TIE_MARGIN)
+        # Ids are exact in float32 (W < 2**24), so that values and ids travel together.
+        values, ids = _host(torch.stack([part.float() for part in rows.topk(taken, dim=1)])).astype(
+            np.float64
+        )
+        order = np.lexsort((ids, -values), axis=-1)[:, :k]
+        best_ids = np.take_along_axis(ids, order, axis=1).astype(np.int64)
+        best = np.take_along_axis(values, order, axis=1)
+        if taken < width:
+            # The tie at the boundary may go on beyond what was taken (not "==": a NaN must not pass for settled).
+            for row in np.flatnonzero(~(values[:, k - 1] > values[:, -1])):
+                best_ids[row], best[row] = _exact_top_k(rows[row], k, float(values[row, k - 1]))
+        return best_ids, best
+
+    @torch.inference_mode()
+    def forbid_end(self, positions: Sequence[int]) -> None:
+        """Set END to -inf at these positions, for all later calls."""
+        if self._end_id is None or not positions:
+            return
+        rows = self._indices(positions)[0]
+        ends = self._logits[rows, self._end_id]
+        self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], ends)
+        self._logits[rows, self._end_id] = -_INF
+        self._top1 = self._log_mass = None
+
+    def dense(self, positions: Sequence[int]) -> torch.Tensor:
+        """Return a copy of the full rows, float32 [P, W], on the logits' device."""
+        return self._logits[self._indices(positions)[0]]
+
+    def _indices(self, *parts: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(parts, dtype=torch.long).to(self._logits.device, non_blocking=True)
+
+    def _host_top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        # numpy's argmax is vectorised, torch's is not: 10 times faster over a large vocabulary. Both return the
+        # first maximum, and the first NaN if there is one.
+        table = self._logits.numpy()
+        ids = table.argmax(axis=1)
+        best = np.take_along_axis(table, ids[:, None], axis=1)[:, 0]
+        return ids, np.isfinite(best) & (self._hidden_max.numpy() < _INF)
+
+    def _device_top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        values, ids = self._logits.max(dim=1)
+        best, best_ids, hidden = _host(torch.stack([values, ids.float(), self._hidden_max]))
+        return best_ids.astype(np.int64), np.isfinite(best) & (hidden < _INF)
+
+    def _log_masses(self) -> torch.Tensor:
+        """Return the log of each position's softmax denominator, float64 [N]; summed in float64."""
+        if self._log_mass is None:
+            peak = self._logits.amax(dim=1, keepdim=True)
+            total = (self._logits - peak).exp_().sum(dim=1, dtype=torch.float64)
+            self._log_mass = total.log() + peak[:, 0].double()
+        return self._log_mass
+
+
+def _row_max(columns: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of each row [N, U] -> [N], NaN if one is NaN, -inf if there are no columns."""
+    if columns.shape[1] == 0:
+        return columns.new_full((len(columns),), -_INF)
+    return columns.amax(dim=1)
+
+
+def _exact_top_k(row: torch.Tensor, k: int, threshold: float) -> tuple[IntArray, FloatArray]:
+    """Return the ids [k] and logits [k] of a row [W] whose k-th best value is `threshold`, however wide the tie."""
+    ids = (~(row < threshold)).nonzero()[:, 0]  # ascending, so that a stable sort sends ties to the lowest id
+    values, order = row[ids].sort(descending=True, stable=True)
+    found = _host(torch.stack([values[:k], ids[order[:k]].float()])).astype(np.float64)
+    return found[1].astype(np.int64), found[0]
+
+
+def _host(tensor: torch.Tensor) -> npt.NDArray[np.float32 | np.float64]:
+    """Copy a small tensor to the host."""
+    return cast("npt.NDArray[np.float32 | np.float64]", tensor.cpu().numpy())

@@ -1,0 +1,97 @@
+"""Does the slot cache agree with the model? Asked of every model when it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from safe_llm.backends.base import Feed, Symbols
+from safe_llm.backends.dense import DenseScores
+from safe_llm.errors import MemberError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from safe_llm.backends.hf import HFBackend
+
+__all__ = ["check_cache"]
+
+_LENGTH = 24
+# Largest deviation that rounding explains, in standard deviations of the logits.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+_HALF_TOLERANCE = 0.15
+
+
+def check_cache(backend: HFBackend, model: PreTrainedModel, symbols: Symbols) -> None:
+    """Append to, roll back and append to two ragged rows, and compare their logits with uncached passes.
+
+    Costs three cached and two uncached passes over at most 24 random ids.
+
+    Raises:
+        UnsupportedModelError: They differ by more than rounding, or the model does not take the cache or the masks.
+    """
+    ids = _random_ids(symbols, len(model.get_input_embeddings().weight))
+    texts = [
+        ids[: min(_LENGTH, backend.max_context)],
+        ids[_LENGTH:][: max(1, min(_LENGTH, backend.max_context) // 2)],
+    ]
+    try:
+        cached = _cached(backend, texts)
+    except MemberError as error:
+        raise UnsupportedModelError(
+            f"model {backend.name!r} (type {model.config.model_type!r}) cannot run on our cache: {error}"
+        ) from error
+    with torch.inference_mode():
+        plain = [
+            model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
+            for text in texts
+        ]
+    deviation = max(
+        _deviation(scores, backend.scores(logits[-len(scores) :]))
+        for scores, logits in zip(cached, plain, strict=True)
+    )
+    tolerance = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    if not deviation <= tolerance:
+        raise UnsupportedModelError(
+            f"model {backend.name!r} (type {model.config.model_type!r}) failed the self-check: cached and uncached "
+            f"logits differ by {deviation:.2g} of their spread, rounding explains up to {tolerance:.2g}",
+            hint="it may not honour explicit positions or masks; self_check=False takes it as it is",
+        )
+
+
+def _cached(backend: HFBackend, texts: list[list[int]]) -> list[DenseScores]:
+    """Return each text's last scores after a detour: half of it, a wrong end, back to a quarter, and on."""
+    rows = [backend.open() for _ in texts]
+    halves, quarters = [len(text) // 2 for text in texts], [len(text) // 4 for text in texts]
+    starts = [
+        Feed(row=row, ids=text[:half]) for row, text, half in zip(rows, texts, halves, strict=True) if half
+    ]
+    if starts:
+        backend.forward(starts)
+    backend.forward([Feed(row=row, ids=text[:1]) for row, text in zip(rows, texts, strict=True)])
+    for row, quarter in zip(rows, quarters, strict=True):
+        backend.rollback(row, quarter)
+    ends = [text[quarter:] for text, quarter in zip(texts, quarters, strict=True)]
+    scores = backend.forward(
+        [Feed(row=row, ids=end, keep=len(end)) for row, end in zip(rows, ends, strict=True)]
+    )
+    for row in rows:
+        backend.close(row)
+    kept = scores.dense(range(len(scores))).split([len(end) for end in ends])
+    return [backend.scores(part) for part in kept]
+
+
+def _random_ids(symbols: Symbols, num_embeddings: int) -> list[int]:
+    """Return ids that occur in texts, the same each time."""
+    usable = np.flatnonzero(symbols.usable[:num_embeddings])
+    return [int(token) for token in np.random.default_rng(0).choice(usable, size=2 * _LENGTH)]
+
+
+def _deviation(scores: DenseScores, reference: DenseScores) -> float:
+    """Return the largest root mean square difference of a position, in standard deviations of the reference."""
+    found, wanted = (part.dense(range(len(part))) for part in (scores, reference))
+    usable = torch.isfinite(wanted[0])
+    found, wanted = found[:, usable], wanted[:, usable]
+    difference = (found - wanted).square().mean(dim=1).sqrt()
+    return float((difference / wanted.std(dim=1).clamp_min(1e-6)).max())

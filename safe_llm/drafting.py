@@ -1,0 +1,113 @@
+"""Drafting: the drafter proposes a few tokens per row, all rows in one batch of single steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from safe_llm.backends.base import Scores
+from safe_llm.errors import NonFiniteLogitsError
+from safe_llm.member import Member, Session, Want
+from safe_llm.sampling import draw, sampling_probs
+from safe_llm.types import SamplingParams
+
+__all__ = ["Draft", "DraftTask", "draft", "top_log_probs"]
+
+
+@dataclass(slots=True)
+class Draft:
+    """What the drafter proposes for one row.
+
+    Attributes:
+        ids: Drafted ids; the last one may be END.
+        log_probs: log P of each under the drafter's full softmax.
+        scores: Where each id's distribution is: scores and position.
+        error: Why the row cannot go on (its logits were not finite).
+    """
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    scores: list[tuple[Scores, int]] = field(default_factory=list)
+    error: NonFiniteLogitsError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTask:
+    """One row's request to the drafter.
+
+    Attributes:
+        session: The row's session on the drafter.
+        ids: All ids generated so far.
+        stable: How many of them are as they were in the last round.
+        lookahead: Most tokens to draft, at least 1.
+        sampling: How to choose a token.
+        uniform: Draws from [0, 1) for this row; used at temperature above 0.
+    """
+
+    session: Session
+    ids: Sequence[int]
+    stable: int
+    lookahead: int
+    sampling: SamplingParams
+    uniform: Callable[[], float]
+
+
+def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
+    """Let the drafter continue every row; a row stops at its lookahead, at END, or when its logits are not finite.
+
+    Raises:
+        MemberError: The drafter's forward pass failed.
+    """
+    drafts = [Draft() for _ in tasks]
+    active = list(range(len(tasks)))
+    while active:
+        wants = [_want(tasks[i], drafts[i]) for i in active]
+        scores, _ = member.score(wants)
+        ids, finite = _choose(member, [tasks[i] for i in active], [drafts[i] for i in active], scores)
+        log_probs = scores.log_probs(range(len(active)), ids)
+        still = []
+        for position, i in enumerate(active):
+            if not finite[position]:
+                drafts[i].error = NonFiniteLogitsError(member.name, len(tasks[i].session.tokens) - 1)
+                continue
+            drafts[i].ids.append(ids[position])
+            drafts[i].log_probs.append(float(log_probs[position]))
+            drafts[i].scores.append((scores, position))
+            if len(drafts[i].ids) < tasks[i].lookahead and not member.vocabulary.is_end(ids[position]):
+                still.append(i)
+        active = still
+    return drafts
+
+
+def _want(task: DraftTask, so_far: Draft) -> Want:
+    generated = len(task.ids) + len(so_far.ids)
+    if so_far.ids:
+        return Want(session=task.session, start=generated - 1, tail=so_far.ids[-1:], first=generated)
+    return Want(session=task.session, start=task.stable, tail=task.ids[task.stable :], first=generated)
+
+
+def _choose(
+    member: Member, tasks: Sequence[DraftTask], drafts: Sequence[Draft], scores: Scores
+) -> tuple[list[int], Sequence[bool]]:
+    """Pick the next id of every row: the argmax, or a draw from the tempered nucleus."""
+    early = [
+        i for i, (t, d) in enumerate(zip(tasks, drafts, strict=True)) if len(t.ids) + len(d.ids) < t.sampling.min_tokens
+    ]
+    if early and member.vocabulary.symbols.end_ids:
+        scores.forbid_end(early)
+    best, finite = scores.top1()
+    ids: list[int] = best.tolist()
+    for i, task in enumerate(tasks):
+        if task.sampling.temperature > 0.0 and finite[i]:
+            probs = sampling_probs(scores.dense([i])[0], task.sampling.temperature, task.sampling.top_p)
+            ids[i] = draw(probs, task.uniform())
+    return ids, finite.tolist()
+
+
+def top_log_probs(scores: Scores, position: int, count: int) -> tuple[list[int], list[float]]:
+    """Return the `count` best ids at a position and their log-probabilities, best first."""
+    if count == 0:
+        return [], []
+    ids: list[int] = scores.top_k([position], count)[0][0].tolist()
+    values: list[float] = scores.log_probs([position] * len(ids), ids).tolist()
+    return ids, values

@@ -1,0 +1,236 @@
+"""SAFE decoding (arXiv 2510.15346): the round, for a batch of rows that join and leave between rounds.
+
+    1. draft        the drafter proposes up to `lookahead` tokens per row
+    2. retokenize   every verifier's tokens of the text, draft included; boundary check
+    3. score        one forward pass per verifier over what its cache does not hold yet
+    4. walk         find the first drafted token on which the ensemble must act; merge there
+    5. commit       keep what was accepted, then the ensembled token; drop the rest
+    6. roll back    happens by itself: a cache holds what the next round asks it to hold
+
+The engine owns no thread and no lock; `safe_llm.ensemble` drives it for many callers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from safe_llm.alignment import Alignment
+from safe_llm.config import EnsembleConfig
+from safe_llm.drafting import Draft, DraftTask, draft
+from safe_llm.errors import ConfigError
+from safe_llm.member import Member
+from safe_llm.methods import make_method
+from safe_llm.methods.base import Method
+from safe_llm.row import Row
+from safe_llm.types import FinishDetail
+from safe_llm.verification import Track, VerifyTask, align, score, walk
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Decodes rows with one drafter and its verifiers.
+
+    Attributes:
+        drafter: Proposes, and its ids are the master record of the text.
+        verifiers: Check. Empty in mode `drafter`.
+        weights: One per member, drafter first, summing to 1.
+        method: How distributions are merged.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        config: EnsembleConfig,
+        *,
+        method: Method | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.weights = config.normalized_weights(len(members))
+        self.drafter = members[0]
+        self.verifiers = () if config.mode == "drafter" else tuple(members[1:])
+        self.method = method or make_method(config)
+        self._clock = clock
+        lacking = [m.name for m in self.members if not m.backend.has_dense_scores]
+        if self.verifiers and self.method.needs_dense and lacking:
+            raise ConfigError(
+                f"method {config.method!r} needs full rows of scores, which {lacking} cannot give",
+                hint="use method='unite'",
+            )
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members that take part, the drafter first."""
+        return (self.drafter, *self.verifiers)
+
+    # ------------------------------------------------------------------ rows
+
+    def join(self, row: Row) -> None:
+        """Encode the prompt for every member and bring it into the caches.
+
+        Raises:
+            PromptError: The prompt does not fit a member, or a template refuses it. Nothing stays allocated.
+            MemberError: A forward pass failed. Nothing stays allocated.
+        """
+        started = self._clock()
+        prompts = [member.prompter.encode(row.request.prompt) for member in self.members]
+        for member, prompt in zip(self.members, prompts, strict=True):
+            member.check_prompt(prompt)
+        encoded = self._clock()
+        row.phases["tokenize_s"] += encoded - started
+        row.forwards_before = {member.name: member.backend.num_forwards for member in self.members}
+        try:
+            for member, prompt in zip(self.members, prompts, strict=True):
+                session = member.open(prompt)
+                if member is self.drafter:
+                    row.session = session
+                else:
+                    row.tracks.append(Track(session, Alignment(member.vocabulary)))
+                member.prefill(session)
+        except BaseException:
+            self.leave(row)
+            raise
+        row.phases["prefill_s"] += self._clock() - encoded
+
+    def leave(self, row: Row) -> None:
+        """Free the row's caches, whatever state it is in."""
+        if row.session is not None:
+            self.drafter.close(row.session)
+        for member, track in zip(self.verifiers, row.tracks, strict=False):
+            member.close(track.session)
+        row.session, row.tracks = None, []
+
+    # ------------------------------------------------------------------ the round
+
+    def round(self, rows: Sequence[Row]) -> None:
+        """Run one round for every row; events are appended to the rows.
+
+        A row that fails alone (non-finite logits) gets its error; the others go on.
+
+        Raises:
+            MemberError: A member's forward pass failed, which concerns every row of the batch.
+        """
+        marks = [self._clock()]
+        rows, drafts = self._draft(rows)
+        marks.append(self._clock())
+        tasks = [self._task(row, proposed) for row, proposed in zip(rows, drafts, strict=True)]
+        marks.append(self._clock())
+        for number, verifier in enumerate(self.verifiers):
+            score(verifier, number, [task for task in tasks if task.error is None])
+        merging = 0.0
+        for row, task in zip(rows, tasks, strict=True):
+            if task.error is not None or not task.keys:
+                row.error, row.finished = task.error, None if task.error else FinishDetail.CONTEXT
+                continue
+            verdict = walk(
+                task,
+                drafter=self.drafter,
+                verifiers=self.verifiers,
+                weights=self.weights,
+                method=self.method,
+                threshold=self.config.consensus_threshold,
+                clock=self._clock,
+            )
+            merging += verdict.ensemble_s
+            row.commit(task.draft, verdict, self.drafter, self._reason(row), self._clock())
+        marks.append(self._clock())
+        self._charge(rows, marks, merging)
+        for row in rows:
+            if row.finished is not None:
+                row.finish(self.members, self._clock())
+
+    def _draft(self, rows: Sequence[Row]) -> tuple[list[Row], list[Draft]]:
+        """Step 1. Rows without room end here; rows whose logits are not finite fail here."""
+        drafting, tasks = [], []
+        for row in rows:
+            lookahead = self._lookahead(row)
+            if lookahead < 1 or row.session is None:
+                row.finished = FinishDetail.CONTEXT
+                row.finish(self.members, self._clock())
+                continue
+            drafting.append(row)
+            tasks.append(
+                DraftTask(
+                    session=row.session,
+                    ids=row.ids,
+                    stable=row.stable,
+                    lookahead=lookahead,
+                    sampling=row.request.sampling,
+                    uniform=row.uniform,
+                )
+            )
+        alive, drafts = [], []
+        for row, proposed in zip(drafting, draft(self.drafter, tasks), strict=True):
+            row.error = proposed.error
+            if row.error is None:
+                alive.append(row)
+                drafts.append(proposed)
+        return alive, drafts
+
+    def _lookahead(self, row: Row) -> int:
+        """The configured lookahead, clipped to max_tokens and to the room in every member's context window."""
+        lookahead = 1 if self.config.mode == "every-token" else self.config.lookahead
+        if row.session is None:
+            return 0
+        rooms = [self.drafter.room(row.session, len(row.ids))]
+        rooms += [m.room(t.session, len(t.alignment.ids)) for m, t in zip(self.verifiers, row.tracks, strict=True)]
+        return min(lookahead, row.request.sampling.max_tokens - len(row.ids), *rooms)
+
+    def _task(self, row: Row, proposed: Draft) -> VerifyTask:
+        """Step 2. The draft is shortened until the text fits every verifier's context window."""
+        task = self._new_task(row, proposed)
+        if not self.verifiers:
+            return task
+        every_token = self.config.mode == "every-token"
+        while task.keys:
+            length = len(row.text)
+            row.text += b"" if every_token else b"".join(task.keys)
+            try:
+                align(task, row.text, row.unchanged)
+            finally:
+                del row.text[length:]
+            row.unchanged = length
+            over = [
+                m
+                for m, t in zip(self.verifiers, row.tracks, strict=True)
+                if m.room(t.session, len(t.alignment.ids)) < 0
+            ]
+            if not over:
+                break
+            for proposals in (proposed.ids, proposed.log_probs, proposed.scores):
+                proposals.pop()
+            task = self._new_task(row, proposed)
+        return task
+
+    def _new_task(self, row: Row, proposed: Draft) -> VerifyTask:
+        keys = [self.drafter.vocabulary.surface(token_id) for token_id in proposed.ids]
+        offsets = [len(row.text)]
+        for key in keys[:-1]:
+            offsets.append(offsets[-1] + len(key))
+        return VerifyTask(
+            draft=proposed,
+            keys=keys,
+            offsets=offsets,
+            tracks=row.tracks,
+            position=len(row.ids),
+            sampling=row.request.sampling,
+            uniform=row.uniform,
+            every_token=self.config.mode == "every-token",
+        )
+
+    def _reason(self, row: Row) -> str:
+        if row.request.sampling.temperature > 0.0:
+            return "rejected"
+        return "every-token" if self.config.mode == "every-token" else "no-consensus"
+
+    @staticmethod
+    def _charge(rows: Sequence[Row], marks: Sequence[float], merging: float) -> None:
+        drafting, tokenizing, verifying = (b - a for a, b in itertools.pairwise(marks))
+        for row in rows:
+            row.phases["draft_s"] += drafting
+            row.phases["tokenize_s"] += tokenizing
+            row.phases["verify_s"] += verifying - merging
+            row.phases["ensemble_s"] += merging

@@ -1,0 +1,426 @@
+"""The public API: several models, used like one.
+
+Callers share one engine without a thread of its own: whoever waits for an answer runs the next round, for all requests
+that are under way. So requests of many threads decode in one batch, one request alone costs nothing extra, and a
+caller that goes away simply stops driving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, overload
+
+from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig, preset
+from safe_llm.engine import Engine
+from safe_llm.errors import Cancelled, ConfigError, GenerationError, PromptError, SafeLLMError
+from safe_llm.events import Event, GenerationFinished, Result, TextDelta
+from safe_llm.member import Member
+from safe_llm.methods.base import Method
+from safe_llm.row import Row
+from safe_llm.types import GenerationRequest, Prompt, SamplingParams
+
+__all__ = ["Ensemble", "load_members"]
+
+
+class Ensemble:
+    """Several language models that decode one answer together.
+
+    Safe to use from many threads; as a context manager it closes itself.
+
+    Example:
+        >>> ensemble = Ensemble.from_preset("demo")  # doctest: +SKIP
+        >>> ensemble.generate("The capital of France is").text  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        config: EnsembleConfig | None = None,
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        method: Method | None = None,
+    ) -> None:
+        """Build an ensemble of loaded members.
+
+        Args:
+            members: The drafter first, then the verifiers.
+            config: How they decide; default: the paper's.
+            sampling: Defaults for the decoding parameters of every request.
+            method: A method of your own instead of the one that `config` names.
+
+        Raises:
+            ConfigError: No members, two of one name, weights that do not fit, or a method that a member cannot serve.
+        """
+        if not members:
+            raise ConfigError("an ensemble needs at least one member")
+        check_names([member.name for member in members])
+        self.config = config or EnsembleConfig()
+        self.sampling = dict(sampling or {})
+        SamplingParams.of(self.sampling)
+        self._all_members = tuple(members)
+        self._engine = Engine(members, self.config, method=method)
+        self._lock = threading.Lock()
+        self._active: list[Row] = []
+        self._waiting: deque[Row] = deque()
+        self._is_closed = False
+
+    # ------------------------------------------------------------------ construction
+
+    @classmethod
+    def from_preset(cls, name: str, *, progress: bool = True, **options: Any) -> Self:
+        """Load a ready ensemble; weights are fetched on first use.
+
+        Args:
+            name: `demo` or `demo3`.
+            progress: Show progress bars on a terminal.
+            **options: Fields of `EnsembleConfig` to change.
+        """
+        return cls.from_spec(preset(name), progress=progress, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        drafter: str | Path | MemberConfig,
+        verifiers: Sequence[str | Path | MemberConfig] = (),
+        *,
+        progress: bool = True,
+        **options: Any,
+    ) -> Self:
+        """Load an ensemble of your own models.
+
+        Args:
+            drafter: The best model: demo name, local folder, `.gguf` file, hub id, or a MemberConfig.
+            verifiers: The others.
+            progress: Show progress bars on a terminal.
+            **options: Fields of `EnsembleConfig`: `weights`, `method`, `lookahead`, ...
+        """
+        spec = EnsembleSpec(drafter=_member_config(drafter), verifiers=tuple(map(_member_config, verifiers)))
+        return cls.from_spec(spec, progress=progress, **options)
+
+    @classmethod
+    def from_spec(cls, spec: EnsembleSpec, *, progress: bool = True, **options: Any) -> Self:
+        """Load what a spec (a preset, a TOML file) describes, with fields of `EnsembleConfig` changed by `options`."""
+        config = spec.ensemble.updated(options)
+        config.normalized_weights(len(spec.members))  # before minutes of loading, not after
+        SamplingParams.of(spec.sampling)
+        return cls(load_members(spec.members, progress=progress), config, sampling=spec.sampling)
+
+    # ------------------------------------------------------------------ facts
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members, the drafter first."""
+        return self._all_members
+
+    @property
+    def max_context(self) -> int:
+        """The smallest context window of the members that take part, in that member's tokens."""
+        return min(member.backend.max_context for member in self._engine.members)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of weights and configuration, for cache keys and traces: 16 hex digits."""
+        identity = {"members": [m.fingerprint for m in self._all_members], "config": self.config.model_dump()}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __repr__(self) -> str:
+        names = ", ".join(member.name for member in self._all_members)
+        return f"<Ensemble of {names}; {self.config.mode}, {self.config.method}>"
+
+    # ------------------------------------------------------------------ generation
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        cancel: threading.Event | None = None,
+        return_exceptions: bool = False,
+        **params: Any,
+    ) -> Result: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        *,
+        cancel: threading.Event | None = None,
+        return_exceptions: Literal[False] = False,
+        **params: Any,
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        *,
+        cancel: threading.Event | None = None,
+        return_exceptions: Literal[True],
+        **params: Any,
+    ) -> list[Result | SafeLLMError]: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        cancel: threading.Event | None = None,
+        return_exceptions: bool = False,
+        **params: Any,
+    ) -> Any:
+        """Decode one prompt, or several as one batch.
+
+        Args:
+            prompt: A text, a conversation (list of messages), or a list of these.
+            cancel: Set it from another thread to stop within one round.
+            return_exceptions: For a list: put a failed prompt's error in its place instead of raising the first.
+            **params: Fields of `SamplingParams`.
+
+        Returns:
+            A Result, or for a list a list of Results in its order.
+
+        Raises:
+            PromptError: A prompt is not usable.
+            ConfigError: A parameter is not valid.
+            GenerationError: A member failed while decoding.
+            Cancelled: `cancel` was set.
+        """
+        prompts = _as_batch(prompt)
+        requests = self._requests([prompt] if prompts is None else prompts, params)  # type: ignore[list-item]
+        outcomes: dict[int, Result | BaseException] = {}
+        for item in self._run(requests, cancel):
+            if isinstance(item, Row):
+                outcomes[item.index] = item.error or GenerationError("the request was dropped")
+            elif isinstance(item, GenerationFinished):
+                outcomes[item.index] = item.result
+        ordered = [outcomes[i] for i in range(len(requests))]
+        if not return_exceptions or prompts is None:
+            for outcome in ordered:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        return ordered[0] if prompts is None else ordered
+
+    @overload
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        events: Literal[False] = False,
+        cancel: threading.Event | None = None,
+        **params: Any,
+    ) -> Iterator[str]: ...
+
+    @overload
+    def stream(
+        self, prompt: Prompt, *, events: Literal[True], cancel: threading.Event | None = None, **params: Any
+    ) -> Iterator[Event]: ...
+
+    def stream(
+        self, prompt: Prompt, *, events: bool = False, cancel: threading.Event | None = None, **params: Any
+    ) -> Iterator[str] | Iterator[Event]:
+        """Decode one prompt and yield the answer as it becomes final.
+
+        Arguments are checked at once; decoding begins with the first `next()`. Closing the iterator stops decoding.
+
+        Args:
+            prompt: A text or a conversation.
+            events: Yield typed events instead of text.
+            cancel: Set it from another thread to stop within one round.
+            **params: Fields of `SamplingParams`.
+        """
+        if _as_batch(prompt) is not None:
+            raise PromptError("stream() takes one prompt", hint="use generate() for a list, or one stream per prompt")
+        requests = self._requests([prompt], params)
+        return self._events(requests, cancel) if events else self._texts(requests, cancel)
+
+    def _events(
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+    ) -> Generator[Event, None, None]:
+        with contextlib.closing(self._run(requests, cancel)) as items:
+            for item in items:
+                if isinstance(item, Row):
+                    raise item.error or GenerationError("the request was dropped")
+                yield item
+
+    def _texts(
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+    ) -> Generator[str, None, None]:
+        with contextlib.closing(self._events(requests, cancel)) as events:
+            for event in events:
+                if isinstance(event, TextDelta):
+                    yield event.text
+
+    def _requests(self, prompts: Sequence[Prompt], params: Mapping[str, Any]) -> list[GenerationRequest]:
+        if self._is_closed:
+            raise SafeLLMError("the ensemble is closed")
+        given = {key: value for key, value in params.items() if value is not None}
+        sampling = SamplingParams.of({**self.sampling, **given})
+        return [GenerationRequest.of(prompt, sampling) for prompt in prompts]
+
+    # ------------------------------------------------------------------ driving the engine
+
+    def _run(
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+    ) -> Generator[Event | Row, None, None]:
+        """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything."""
+        now = time.perf_counter()
+        rows = [Row(request=request, index=i, submitted_s=now) for i, request in enumerate(requests)]
+        with self._lock:
+            self._waiting.extend(rows)
+        running = list(rows)
+        try:
+            while running:
+                if cancel is not None and cancel.is_set():
+                    raise Cancelled("the request was cancelled")
+                self._drive(running)
+                for row in running:
+                    while row.events:
+                        yield row.events.popleft()
+                    if row.error is not None:
+                        yield row
+                running = [row for row in running if not row.is_done or row.events]
+        finally:
+            self._drop(rows)
+
+    def _drive(self, mine: Sequence[Row]) -> None:
+        """Run the next round of all requests, unless somebody else's round already has news for these."""
+        with self._lock:
+            if any(row.events or row.is_done for row in mine):
+                return
+            self._admit()
+            try:
+                if self._active:
+                    self._engine.round(self._active)
+            except Exception as error:
+                self._fail(error)
+            self._retire()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self.config.max_batch_size:
+            row = self._waiting.popleft()
+            try:
+                self._engine.join(row)
+            except Exception as error:
+                row.error = _owned(error)
+            except BaseException:
+                self._waiting.appendleft(row)
+                raise
+            else:
+                self._active.append(row)
+
+    def _fail(self, error: Exception) -> None:
+        """A forward pass failed: it concerns every row of the batch, and nobody else."""
+        owned = _owned(error)
+        for row in self._active:
+            if not row.is_done:
+                row.error = owned
+
+    def _retire(self) -> None:
+        for row in self._active:
+            if row.is_done:
+                self._engine.leave(row)
+        self._active = [row for row in self._active if not row.is_done]
+
+    def _drop(self, rows: Iterable[Row]) -> None:
+        with self._lock:
+            for row in rows:
+                if row in self._waiting:
+                    self._waiting.remove(row)
+                elif any(row is active for active in self._active):
+                    self._active = [active for active in self._active if active is not row]
+                    self._engine.leave(row)
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Refuse new requests and end those under way with `Cancelled`. Weights are freed with the last reference."""
+        with self._lock:
+            self._is_closed = True
+            for row in (*self._active, *self._waiting):
+                row.error = row.error or Cancelled("the ensemble was closed")
+            self._waiting.clear()
+            self._retire()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_members(configs: Sequence[MemberConfig], *, progress: bool = True) -> list[Member]:
+    """Load the members of an ensemble, one per GPU where there are several.
+
+    Raises:
+        ConfigError: Two members have the same name.
+        ModelError: One cannot be had or used.
+    """
+    check_names([config.display_name for config in configs])
+    from safe_llm.backends.hf import place
+
+    return [
+        Member.load(config, device=device, progress=progress)
+        for config, device in zip(configs, place(configs), strict=True)
+    ]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError if two members have the same name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two members are called {name!r}", hint="give one of them another `name`")
+
+
+def result_as_dict(result: Result) -> dict[str, Any]:
+    """Return a result as plain JSON values; bytes become text, with U+FFFD where they are not UTF-8."""
+    plain = asdict(result)
+    plain["counters"] |= {
+        rate: getattr(result.counters, rate)
+        for rate in ("acceptance_rate", "mean_acceptance_length", "ensemble_rate", "replacement_rate")
+    }
+    plain["timings"]["tpot_s"] = result.timings.tpot_s
+    plain["usage"]["total_tokens"] = result.usage.total_tokens
+    readable: dict[str, Any] = _readable(plain)
+    return readable
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, Mapping):
+        return {str(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(item) for item in value]
+    return value
+
+
+def _member_config(member: str | Path | MemberConfig) -> MemberConfig:
+    return member if isinstance(member, MemberConfig) else MemberConfig(model=str(member))
+
+
+def _as_batch(prompt: Any) -> list[Prompt] | None:
+    """Return the prompts of a batch, or None for a single prompt."""
+    if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence) or not prompt:
+        return None
+    return list(prompt) if isinstance(prompt[0], (str, list, tuple)) else None
+
+
+def _owned(error: Exception) -> BaseException:
+    """Make any failure one of ours, and let go of the tensors that its traceback's frames hold."""
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, SafeLLMError):
+        return error
+    owned = GenerationError(f"decoding failed: {type(error).__name__}: {error}")
+    owned.__cause__ = error
+    return owned

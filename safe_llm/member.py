@@ -1,0 +1,218 @@
+"""One model with its vocabulary and its rows: the only owner of mutable model state.
+
+A `Session` is one request on one member: the ids of its prompt and of the generated text, and how many of them the
+cache holds. `Member.score` makes the cache hold given ids and returns scores; append, rollback and re-scoring are all
+this one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from safe_llm.backends.base import Backend, Feed, Scores
+from safe_llm.config import MemberConfig
+from safe_llm.errors import ContextOverflowError, UnsupportedModelError
+from safe_llm.prompting import Prompter, load_tokenizer
+from safe_llm.vocabulary import Vocabulary
+
+__all__ = ["Member", "Session", "Want"]
+
+
+@dataclass(slots=True)
+class Session:
+    """One request's ids on one member.
+
+    Attributes:
+        row: The backend's handle.
+        tokens: Prompt ids, then the ids of the generated text.
+        prompt_tokens: How many of them are the prompt.
+        resident: How many of them the cache holds.
+    """
+
+    row: int
+    tokens: list[int]
+    prompt_tokens: int
+    resident: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Scores that are wanted of one session.
+
+    Attributes:
+        session: The session.
+        start: Generated ids before this index are as they were at the last call.
+        tail: The generated ids from `start` on.
+        first: Scores are wanted after `first` generated ids and after every later one.
+    """
+
+    session: Session
+    start: int
+    tail: Sequence[int]
+    first: int
+
+
+class Member:
+    """A model that takes part in an ensemble.
+
+    Attributes:
+        name: How errors, events and traces call it.
+        backend: Where its scores come from.
+        vocabulary: What its ids mean.
+        prompter: How it reads prompts.
+        fingerprint: Identity of its weights, for cache keys and traces.
+        licence: Of the weights, as far as known.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend,
+        vocabulary: Vocabulary,
+        *,
+        prompter: Prompter | None = None,
+        fingerprint: str | None = None,
+        licence: str | None = None,
+    ) -> None:
+        if backend.width != vocabulary.width:
+            raise UnsupportedModelError(
+                f"member {name!r}: the model has {backend.width} columns, its vocabulary {vocabulary.width}"
+            )
+        self.name = name
+        self.backend = backend
+        self.vocabulary = vocabulary
+        self.prompter = prompter or Prompter(vocabulary)
+        self.fingerprint = fingerprint or name
+        self.licence = licence
+
+    @classmethod
+    def load(cls, config: MemberConfig, *, device: str | None = None, progress: bool = True) -> Member:
+        """Fetch (if need be) and load the member that `config` describes.
+
+        Args:
+            config: Which model.
+            device: Where to put it if `config` does not say.
+            progress: Show progress bars on a terminal.
+
+        Raises:
+            ModelError: It cannot be had, is damaged, or cannot be a member.
+        """
+        from safe_llm.backends.hf import HFBackend
+        from safe_llm.backends.loading import load_model
+        from safe_llm.models import resolve
+
+        resolved = resolve(config, progress=progress)
+        model = load_model(resolved.path, config=config, device=device)
+        files = load_tokenizer(
+            resolved.path,
+            canonical=resolved.source in ("demo", "gguf"),
+            trust_remote_code=config.trust_remote_code,
+        )
+        ends = _declared_ends(model.generation_config, model.config)
+        ends += [] if files.eos_id is None else [files.eos_id]
+        vocabulary = Vocabulary(files.spec, width=HFBackend.width_of(model), end_ids=ends)
+        backend = HFBackend(
+            model,
+            symbols=vocabulary.symbols,
+            name=config.display_name,
+            max_context=config.max_context,
+            self_check=config.self_check,
+        )
+        return cls(
+            config.display_name,
+            backend,
+            vocabulary,
+            prompter=Prompter(vocabulary, files.template, config.template_kwargs),
+            fingerprint=f"{resolved.fingerprint}:{config.dtype}",
+            licence=resolved.licence,
+        )
+
+    # ------------------------------------------------------------------ sessions
+
+    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        """Raise ContextOverflowError unless the prompt and one more token fit."""
+        if len(prompt_ids) >= self.backend.max_context:
+            raise ContextOverflowError(self.name, len(prompt_ids), self.backend.max_context)
+
+    def open(self, prompt_ids: Sequence[int]) -> Session:
+        """Start a session; nothing is computed yet."""
+        self.check_prompt(prompt_ids)
+        return Session(self.backend.open(), list(prompt_ids), len(prompt_ids))
+
+    def prefill(self, session: Session) -> None:
+        """Bring all but the last prompt id into the cache; the last one goes with the first scores that are wanted."""
+        ids = session.tokens[:-1]
+        if ids:
+            self.backend.forward([Feed(row=session.row, ids=ids)])
+            session.resident = len(ids)
+
+    def close(self, session: Session) -> None:
+        """Give the session's cache row back."""
+        self.backend.close(session.row)
+
+    def room(self, session: Session, generated: int) -> int:
+        """How many more ids than `generated` fit behind the prompt."""
+        return self.backend.max_context - session.prompt_tokens - generated
+
+    def score(self, wants: Sequence[Want]) -> tuple[Scores, list[int]]:
+        """Make each session hold its ids, in one ragged forward pass, and return the wanted scores.
+
+        Returns:
+            The scores of all sessions, and for each want the index of its first position in them.
+
+        Raises:
+            MemberError: The model failed. Every session is still consistent with its cache.
+        """
+        feeds: list[Feed] = []
+        offsets: list[int] = []
+        total = 0
+        for want in wants:
+            feed = self._plan(want)
+            feeds.append(feed)
+            offsets.append(total)
+            total += feed.keep
+        scores = self.backend.forward(feeds)
+        for want in wants:
+            want.session.resident = len(want.session.tokens)
+        return scores, offsets
+
+    def _plan(self, want: Want) -> Feed:
+        session = want.session
+        tokens = session.tokens
+        at = session.prompt_tokens + want.start
+        same = 0
+        for old, new in zip(tokens[at:], want.tail, strict=False):
+            if old != new:
+                break
+            same += 1
+        tokens[at + same :] = want.tail[same:]
+        first_kept = session.prompt_tokens + want.first - 1
+        session.resident = min(session.resident, at + same, first_kept)
+        self.backend.rollback(session.row, session.resident)
+        return Feed(row=session.row, ids=tokens[session.resident :], keep=len(tokens) - first_kept)
+
+    def peek(self, session: Session, generated: int, ids: Sequence[int]) -> Scores:
+        """Return the scores after `ids`, had they followed the first `generated` ids. One forward pass.
+
+        The cache is rolled back; what it loses is fed again when it is next wanted.
+        """
+        tail = [*session.tokens[session.prompt_tokens : session.prompt_tokens + generated], *ids]
+        known = session.prompt_tokens + generated
+        session.resident = min(session.resident, known - 1 if known == len(session.tokens) else known)
+        self.backend.rollback(session.row, session.resident)
+        fed = [*session.tokens[: session.prompt_tokens], *tail][session.resident :]
+        scores = self.backend.forward([Feed(row=session.row, ids=fed)])
+        self.backend.rollback(session.row, min(session.resident + len(fed) - len(ids), known))
+        session.resident = self.backend.length(session.row)
+        return scores
+
+
+def _declared_ends(*configs: Any) -> list[int]:
+    """End ids that a model's configurations name; each may name one or several."""
+    declared: list[int] = []
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        declared += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return declared

@@ -1,0 +1,228 @@
+"""A member's `model` becomes a local folder that transformers can load: `resolve`."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from safe_llm.config import MemberConfig
+from safe_llm.errors import (
+    ConfigError,
+    ModelAccessError,
+    ModelNotFoundError,
+    UnknownNameError,
+    UnsupportedModelError,
+)
+from safe_llm.models import store
+from safe_llm.models.demo import DEMO_MODELS, DemoModel
+from safe_llm.models.disk import explain_disk_errors
+from safe_llm.models.progress import progress_display
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+__all__ = ["ResolvedModel", "resolve"]
+
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A local folder with a model, and where it comes from.
+
+    Attributes:
+        path: The folder: `config.json`, safetensors weights, tokenizer.
+        name: Demo name, folder name, name in the cache, or hub id.
+        source: Where it was found.
+        revision: Commit of a hub model.
+        licence: As the model states it, or None.
+        fingerprint: Identity of the weights and tokenizer, for caches.
+    """
+
+    path: Path
+    name: str
+    source: Literal["demo", "folder", "gguf", "hub"]
+    revision: str | None
+    licence: str | None
+    fingerprint: str
+
+
+def resolve(config: MemberConfig, *, progress: bool = True) -> ResolvedModel:
+    """Return the local folder of a member's model; fetch and convert it first where that is needed.
+
+    A demo model's name comes first, then an existing folder or `.gguf` file, then a hub id. What is in the cache
+    costs milliseconds: nothing is hashed or loaded.
+
+    Raises:
+        UnknownNameError: Neither a demo model nor a path nor a hub id.
+        ModelError: It cannot be had, is damaged, or cannot be a member; the subclass and the message say which.
+        ConfigError: A revision is given for something that is not on the hub.
+    """
+    name, kind = config.model, _path_kind(config.model)
+    is_local = name in DEMO_MODELS or kind is not None
+    if is_local and config.revision is not None:
+        raise ConfigError(
+            f"revision {config.revision!r} is given for {name!r}, which is not on the hub", hint="leave it out"
+        )
+    if name in DEMO_MODELS:
+        return _resolve_demo(DEMO_MODELS[name], progress)
+    if kind == "folder":
+        return _resolve_folder(Path(name).expanduser())
+    if kind == "file":
+        return _resolve_file(Path(name).expanduser().resolve(), progress)
+    return _resolve_hub(config, progress)
+
+
+def _path_kind(text: str) -> Literal["folder", "file"] | None:
+    try:
+        path = Path(text).expanduser()
+        return "folder" if path.is_dir() else "file" if path.is_file() else None
+    except PermissionError:
+        raise ModelAccessError(f"{text!r} may not be read", hint="check the permissions of the path") from None
+    except (OSError, ValueError, RuntimeError):
+        # Too long, a NUL in it, or the home of an unknown user: not an existing path.
+        return None
+
+
+def _looks_like_path(text: str) -> bool:
+    return bool(re.search(r"[/\\\0]|^[.~]|\.\.|\.gguf$", text))
+
+
+def _resolve_demo(model: DemoModel, progress: bool) -> ResolvedModel:
+    hit = store.cached(model.name)
+    if hit is None:
+        hit = _build_demo(model, progress)
+    return _resolved(hit, "demo")
+
+
+def _build_demo(model: DemoModel, progress: bool) -> store.CachedModel:
+    from safe_llm.models.convert import converter_versions
+    from safe_llm.models.download import download_gguf
+
+    def build(scratch: Path, target: Path) -> store.ModelRecord:
+        gguf = scratch / "model.gguf"
+        download_gguf(model, gguf, scratch, display)
+        _convert(gguf, target, model.name, display)
+        return store.ModelRecord(
+            name=model.name,
+            source="demo",
+            origin=model.name,
+            sha256=model.sha256,
+            licence=model.licence,
+            converter=converter_versions(),
+        )
+
+    needed = model.gguf_bytes + model.converted_bytes
+    with explain_disk_errors(store.home(), needed), progress_display(enabled=progress) as display:
+        return store.get_or_build(model.name, build)
+
+
+def _convert(gguf: Path, target: Path, name: str, display: Progress) -> str | None:
+    from safe_llm.models.convert import convert_gguf
+
+    task = display.add_task(f"{name}: converting", total=None)
+    converted = convert_gguf(gguf, target)
+    display.remove_task(task)
+    licence = converted.metadata.get("general.license")
+    return str(licence) if licence else None
+
+
+def _resolve_folder(path: Path) -> ResolvedModel:
+    from safe_llm.models.folder import check_folder, fingerprint_folder
+
+    folder = path.resolve()
+    check_folder(folder)
+    return ResolvedModel(
+        path=folder,
+        name=folder.name,
+        source="folder",
+        revision=None,
+        licence=None,
+        fingerprint=f"folder:{fingerprint_folder(folder)}",
+    )
+
+
+def _resolve_file(path: Path, progress: bool) -> ResolvedModel:
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedModelError(
+            f"{str(path)!r} is not a .gguf file", hint="give a .gguf file, or the folder that holds config.json"
+        )
+    stat = path.stat()
+    stamp = (stat.st_size, stat.st_mtime_ns)
+    for model in store.iter_cached():
+        if model.record.origin == str(path) and model.record.stamp == stamp:
+            return _resolved(model, "gguf")
+    return _resolved(_build_gguf(path, stamp, progress), "gguf")
+
+
+def _build_gguf(path: Path, stamp: tuple[int, int], progress: bool) -> store.CachedModel:
+    from safe_llm.models.convert import converter_versions
+
+    with explain_disk_errors(store.home(), 4 * stamp[0]), progress_display(enabled=progress) as display:
+        sha256 = _hash(path, stamp[0], display)
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-_") or "model"
+        name = f"{stem[:100]}-{sha256[:16]}"
+
+        def build(_scratch: Path, target: Path) -> store.ModelRecord:
+            licence = _convert(path, target, path.name, display)
+            return store.ModelRecord(
+                name=name,
+                source="gguf",
+                origin=str(path),
+                sha256=sha256,
+                licence=licence,
+                stamp=stamp,
+                converter=converter_versions(),
+            )
+
+        return store.get_or_build(name, build)
+
+
+def _hash(path: Path, size: int, display: Progress) -> str:
+    task = display.add_task(f"{path.name}: hashing", total=size)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            display.advance(task, len(block))
+    display.remove_task(task)
+    return digest.hexdigest()
+
+
+def _resolve_hub(config: MemberConfig, progress: bool) -> ResolvedModel:
+    from safe_llm.models.hub import download_snapshot, is_hub_id
+
+    name = config.model
+    if name.endswith(".gguf") or not is_hub_id(name):
+        if _looks_like_path(name):
+            raise ModelNotFoundError(
+                f"there is no model at {name!r}", hint="give an existing folder or .gguf file, or a hub id (owner/name)"
+            )
+        raise UnknownNameError("model", name, DEMO_MODELS)
+    path = download_snapshot(name, revision=config.revision, with_code=config.trust_remote_code, progress=progress)
+    from safe_llm.models.folder import check_folder
+
+    check_folder(path)
+    return ResolvedModel(
+        path=path,
+        name=name,
+        source="hub",
+        revision=path.name,
+        licence=None,
+        fingerprint=f"hub:{name}@{path.name}",
+    )
+
+
+def _resolved(model: store.CachedModel, source: Literal["demo", "gguf"]) -> ResolvedModel:
+    record = model.record
+    return ResolvedModel(
+        path=model.path,
+        name=record.name,
+        source=source,
+        revision=None,
+        licence=record.licence,
+        fingerprint=f"gguf:{record.sha256}:{record.format}",
+    )

@@ -1,0 +1,248 @@
+"""One request while it runs: its text, its ids on every member, and what it will report."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from safe_llm.detokenization import TextStream
+from safe_llm.drafting import Draft, top_log_probs
+from safe_llm.errors import SafeLLMError
+from safe_llm.events import (
+    Counters,
+    EnsemblePoint,
+    Event,
+    GenerationFinished,
+    Result,
+    RoundFinished,
+    TextDelta,
+    Timings,
+)
+from safe_llm.member import Member, Session
+from safe_llm.types import FinishDetail, GenerationRequest, TokenLogprob, Usage
+from safe_llm.verification import Track, Verdict
+
+__all__ = ["PHASES", "Row"]
+
+PHASES = ("tokenize_s", "prefill_s", "draft_s", "verify_s", "ensemble_s")
+
+
+@dataclass(slots=True)
+class Row:
+    """One request's state between rounds.
+
+    Attributes:
+        request: What was asked.
+        index: Its number in events.
+        submitted_s: Clock when it was submitted.
+        session: The drafter's session; None before the row has joined.
+        tracks: The row on each verifier.
+        ids: Generated drafter ids, END excluded.
+        text: Their bytes: the truth that every member's ids are views of.
+        stable: How many of `ids` were committed before the last round.
+        unchanged: Bytes of `text` that no verifier's tokens need to be looked at again for.
+        events: Events that nobody has taken yet.
+        finished: Why the answer ended; None while it runs.
+        error: Why the row failed, if it did.
+    """
+
+    request: GenerationRequest
+    index: int
+    submitted_s: float
+    session: Session | None = None
+    tracks: list[Track] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    text: bytearray = field(default_factory=bytearray)
+    stable: int = 0
+    unchanged: int = 0
+    events: deque[Event] = field(default_factory=deque)
+    finished: FinishDetail | None = None
+    error: BaseException | None = None
+    seed: int | None = None
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    forwards_before: dict[str, int] = field(default_factory=dict)
+    _rng: np.random.Generator | None = None
+    _stream: TextStream = field(init=False)
+    _answer: list[str] = field(default_factory=list)
+    _points: list[EnsemblePoint] = field(default_factory=list)
+    _outcomes: Counter[str] = field(default_factory=Counter)
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _num_rounds: int = 0
+    _num_drafted: int = 0
+    _num_accepted: int = 0
+    _num_tokens: int = 0
+    _ttft_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._stream = TextStream(self.request.sampling.stop)
+        if self.request.sampling.temperature > 0.0:
+            seed = self.request.sampling.seed
+            self.seed = secrets.randbits(32) if seed is None else seed
+            self._rng = np.random.default_rng(self.seed)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will happen to this row."""
+        return self.finished is not None or self.error is not None
+
+    def uniform(self) -> float:
+        """Draw from [0, 1) with this row's own generator, whoever shares the batch."""
+        if self._rng is None:
+            raise SafeLLMError("a greedy row draws nothing")
+        return float(self._rng.random())
+
+    # ------------------------------------------------------------------ commit
+
+    def commit(self, draft: Draft, verdict: Verdict, member: Member, reason: str, now: float) -> None:
+        """Append what a round decided, token by token, up to the first thing that ends the answer.
+
+        Args:
+            draft: The draft.
+            verdict: What verification made of it.
+            member: The drafter.
+            reason: Why the ensemble acts, where it does.
+            now: Clock.
+        """
+        before = len(self.text)
+        self.stable = len(self.ids)
+        pieces = [*draft.ids[: verdict.num_accepted], *self._replacement(member, verdict)]
+        delta: list[str] = []
+        committed = 0
+        for number, token_id in enumerate(pieces):
+            committed += 1
+            # only the first piece of a replacement stands where the drafter was asked
+            self._log(member, draft, number, token_id, known=number <= verdict.num_accepted)
+            if member.vocabulary.is_end(token_id):
+                self.finished = FinishDetail.END
+                break
+            surface = member.vocabulary.surface(token_id)
+            self.ids.append(token_id)
+            self.text += surface
+            delta.append(self._stream.feed(surface))
+            if self._stream.stopped:
+                self.finished = FinishDetail.STOP_STRING
+                break
+            if self._num_tokens + committed >= self.request.sampling.max_tokens:
+                self.finished = FinishDetail.MAX_TOKENS
+                break
+        self._count(draft, verdict, committed)
+        if self._ttft_s is None:
+            self._ttft_s = now - self.submitted_s
+        self._report(draft, verdict, committed, before, reason)
+        self._emit_text("".join(delta))
+
+    @staticmethod
+    def _replacement(member: Member, verdict: Verdict) -> list[int]:
+        if verdict.replacement is None:
+            return []
+        end_id = member.vocabulary.symbols.end_id
+        if not verdict.replacement and end_id is not None:
+            return [end_id]
+        return member.vocabulary.ids_of(verdict.replacement)
+
+    def _log(self, member: Member, draft: Draft, number: int, token_id: int, *, known: bool) -> None:
+        count = self.request.sampling.logprobs
+        if count is None:
+            return
+        token = member.vocabulary.surface(token_id)
+        if not known:
+            self._logprobs.append(TokenLogprob(token=token, logprob=None))
+            return
+        scores, position = draft.scores[number]
+        ids, values = top_log_probs(scores, position, count)
+        top = tuple(zip(map(member.vocabulary.surface, ids), values, strict=True))
+        logprob = float(scores.log_probs([position], [token_id])[0])
+        self._logprobs.append(TokenLogprob(token=token, logprob=logprob, top=top))
+
+    def _count(self, draft: Draft, verdict: Verdict, committed: int) -> None:
+        self._num_rounds += 1
+        self._num_drafted += len(draft.ids)
+        decided = verdict.decisions[:committed]
+        self._num_accepted += sum(1 for d in decided if d.outcome != "replaced")
+        self._outcomes.update(d.outcome.value for d in decided)
+        self._num_tokens += committed
+
+    def _report(self, draft: Draft, verdict: Verdict, committed: int, before: int, reason: str) -> None:
+        decided = verdict.decisions[:committed]
+        if verdict.merged is not None and len(decided) == len(verdict.decisions):
+            last = decided[-1]
+            point = EnsemblePoint(
+                index=self.index,
+                position=last.position,
+                byte_offset=last.byte_offset,
+                drafted=last.token,
+                chosen=verdict.merged.chosen,
+                reason=reason,
+                probabilities=last.probabilities,
+                candidates=verdict.merged.candidates,
+            )
+            self._points.append(point)
+            self.events.append(point)
+        self.events.append(
+            RoundFinished(
+                index=self.index,
+                decisions=decided,
+                num_draft_tokens=len(draft.ids),
+                committed=bytes(self.text[before:]),
+                timings=self._timings(),
+            )
+        )
+
+    def _timings(self) -> Timings:
+        phases = Timings(ttft_s=self._ttft_s, num_tokens=self._num_tokens)
+        return replace(phases, **self.phases)  # type: ignore[arg-type]
+
+    def _emit_text(self, text: str) -> None:
+        if text:
+            self._answer.append(text)
+            self.events.append(TextDelta(index=self.index, text=text))
+
+    # ------------------------------------------------------------------ end
+
+    def finish(self, members: Sequence[Member], now: float) -> None:
+        """Flush the text and emit the last event."""
+        detail = self.finished or FinishDetail.END
+        self._emit_text(self._stream.finish())
+        if self._stream.stopped:
+            detail = FinishDetail.STOP_STRING
+        visible = self._stream.num_bytes
+        points = tuple(p for p in self._points if not self._stream.stopped or p.byte_offset < visible)
+        result = Result(
+            text="".join(self._answer),
+            finish_reason=detail.reason,
+            finish_detail=detail,
+            usage=Usage(
+                prompt_tokens=0 if self.session is None else self.session.prompt_tokens,
+                completion_tokens=self._num_tokens,
+            ),
+            points=points,
+            counters=self._counters(members),
+            timings=Timings(
+                **self.phases,
+                total_s=now - self.submitted_s,
+                ttft_s=self._ttft_s,
+                num_tokens=self._num_tokens,
+            ),
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
+            seed=self.seed,
+        )
+        self.events.append(GenerationFinished(index=self.index, result=result))
+
+    def _counters(self, members: Sequence[Member]) -> Counters:
+        forwards: Mapping[str, int] = {
+            m.name: m.backend.num_forwards - self.forwards_before.get(m.name, 0) for m in members
+        }
+        return Counters(
+            num_rounds=self._num_rounds,
+            num_draft_tokens=self._num_drafted,
+            num_accepted_tokens=self._num_accepted,
+            num_tokens=self._num_tokens,
+            num_ensembled=len(self._points),
+            num_replaced=sum(1 for point in self._points if point.replaced),
+            outcomes=dict(self._outcomes),
+            num_forwards=forwards,
+        )

@@ -1,0 +1,334 @@
+"""Verification: score the drafts with every verifier, then walk them from the left to where the ensemble must act.
+
+The walk applies, per drafted token, the boundary check (does the text before it end on a token boundary of every
+verifier?) and then the method's consensus check. The first token that fails neither exemption is where the members'
+distributions are merged; everything after it is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from safe_llm.alignment import Alignment
+from safe_llm.backends.base import Scores
+from safe_llm.drafting import Draft
+from safe_llm.errors import NonFiniteLogitsError
+from safe_llm.events import Decision, Outcome
+from safe_llm.member import Member, Session, Want
+from safe_llm.methods.base import MemberView, Merged, Method, Point
+from safe_llm.sampling import draw, nucleus, residual, sampling_probs
+from safe_llm.types import SamplingParams
+from safe_llm.vocabulary import NOT_EXACT
+
+__all__ = ["Track", "Verdict", "VerifyTask", "align", "score", "walk"]
+
+_NOBODY: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Track:
+    """One row on one verifier: its session and its view of the generated text.
+
+    Attributes:
+        session: The session.
+        alignment: The generated text in the verifier's tokens.
+        dirty: Ids from this index on may differ from what the session last saw.
+    """
+
+    session: Session
+    alignment: Alignment
+    dirty: int = 0
+
+
+@dataclass(slots=True)
+class _Scored:
+    """A verifier's scores for one row: `first` generated ids come before position `offset`."""
+
+    scores: Scores
+    offset: int
+    first: int
+    own: dict[int, tuple[float, bool]]  # position -> (probability of the own token, is it the argmax)
+    memo: dict[Any, Any]
+
+
+@dataclass(slots=True)
+class VerifyTask:
+    """One row in verification.
+
+    Attributes:
+        draft: What the drafter proposes.
+        keys: Bytes of the drafted tokens; empty for END.
+        offsets: Byte offset at which each drafted token starts.
+        tracks: The row on each verifier.
+        position: Index of the first drafted token among the generated ones.
+        sampling: The row's sampling parameters.
+        uniform: Draws from [0, 1) for this row.
+        blocked: Why the i-th drafted token is no candidate; None where it is one.
+        every_token: No boundary check and no consensus check: merge right after the text, whatever its tokens are.
+        error: Why the row cannot go on.
+    """
+
+    draft: Draft
+    keys: list[bytes]
+    offsets: list[int]
+    tracks: Sequence[Track]
+    position: int
+    sampling: SamplingParams
+    uniform: Callable[[], float]
+    blocked: list[Outcome | None] = field(default_factory=list)
+    every_token: bool = False
+    error: NonFiniteLogitsError | None = None
+    _scored: list[_Scored] = field(default_factory=list)
+
+    def candidates(self) -> list[int]:
+        """Indices of the drafted tokens that passed the boundary check."""
+        return [i for i, outcome in enumerate(self.blocked) if outcome is None]
+
+    def count(self, track: Track, index: int) -> int:
+        """How many of a verifier's ids come before the candidate with this index."""
+        if self.every_token:
+            return len(track.alignment.ids)
+        return track.alignment.tokens_before(self.offsets[index]) or 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What verification decided on one row.
+
+    Attributes:
+        decisions: One per drafted token up to the one that ended the walk.
+        num_accepted: Drafted tokens to keep.
+        replacement: Key to commit after them, or None if the whole draft stands. May equal the drafted token's.
+        merged: The ensemble operation, if there was one.
+        ensemble_s: Seconds spent merging.
+    """
+
+    decisions: tuple[Decision, ...]
+    num_accepted: int
+    replacement: bytes | None = None
+    merged: Merged | None = None
+    ensemble_s: float = 0.0
+
+
+# ---------------------------------------------------------------------- boundary check and scoring
+
+
+def align(task: VerifyTask, text: bytes | bytearray, unchanged: int) -> None:
+    """Retokenize the row's text, draft included, for every verifier, and do the boundary check.
+
+    (Mode every-token: the text without the draft, and no check.)
+    """
+    for track in task.tracks:
+        track.alignment.update(text, unchanged)
+        track.dirty = min(track.dirty, track.alignment.start)
+    task.blocked = [None if task.every_token else _blocked(task, i) for i in range(len(task.keys))]
+
+
+def _blocked(task: VerifyTask, index: int) -> Outcome | None:
+    offset = task.offsets[index]
+    for track in task.tracks:
+        count = track.alignment.tokens_before(offset)
+        if count is None:
+            return track.alignment.why_not(offset)
+        own_starts_here = count < len(track.alignment.ids)
+        if task.keys[index] and not (own_starts_here and track.alignment.ends[count] != NOT_EXACT):
+            return Outcome.UNREPRESENTABLE  # it has no exact token of its own to vote with
+    return None
+
+
+def score(verifier: Member, index: int, tasks: Sequence[VerifyTask]) -> None:
+    """Score the candidates of all rows with one verifier: one ragged forward pass. Rows without a candidate wait.
+
+    Args:
+        verifier: The member.
+        index: Its place among the verifiers.
+        tasks: The rows, after `align`.
+
+    Raises:
+        MemberError: The forward pass failed.
+    """
+    asked = [task for task in tasks if None in task.blocked]
+    if not asked:
+        return
+    wants = []
+    for task in asked:
+        track = task.tracks[index]
+        first = task.count(track, task.candidates()[0])
+        tail = track.alignment.ids[track.dirty :]
+        wants.append(Want(session=track.session, start=track.dirty, tail=tail, first=first))
+    scores, offsets = verifier.score(wants)
+    end_id = verifier.vocabulary.symbols.end_id
+    for task, want, offset in zip(asked, wants, offsets, strict=True):
+        track = task.tracks[index]
+        track.dirty = len(track.alignment.ids)
+        early = task.sampling.min_tokens - task.position
+        if early > 0 and end_id is not None:
+            held = [offset + task.count(track, i) - want.first for i in task.candidates() if i < early]
+            if held:
+                scores.forbid_end(held)
+        task._scored.append(_Scored(scores, offset, want.first, {}, {}))
+    _look_up_own(verifier, index, asked, scores)
+
+
+def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> int | None:
+    if task.every_token:
+        return None
+    if not task.keys[index]:
+        return verifier.vocabulary.symbols.end_id
+    return track.alignment.ids[task.count(track, index)]
+
+
+def _look_up_own(verifier: Member, index: int, tasks: Sequence[VerifyTask], scores: Scores) -> None:
+    """Fetch the own tokens' probabilities and argmaxes of all candidates of all rows at once."""
+    best, finite = scores.top1()
+    places: list[tuple[_Scored, int, int]] = []
+    for task in tasks:
+        track, scored = task.tracks[index], task._scored[index]
+        for i in task.candidates():
+            position = scored.offset + task.count(track, i) - scored.first
+            if not finite[position]:
+                task.error = task.error or NonFiniteLogitsError(
+                    verifier.name, track.session.prompt_tokens + scored.first + position - scored.offset - 1
+                )
+                break
+            own = _own_token(verifier, task, track, i)
+            if own is None:
+                scored.own[position] = (0.0, False)
+            else:
+                places.append((scored, position, own))
+    log_probs = scores.log_probs([p for _, p, _ in places], [own for _, _, own in places])
+    for (scored, position, own), log_prob in zip(places, log_probs.tolist(), strict=True):
+        scored.own[position] = (math.exp(log_prob), bool(best[position] == own))
+
+
+# ---------------------------------------------------------------------- the walk
+
+
+def walk(
+    task: VerifyTask,
+    *,
+    drafter: Member,
+    verifiers: Sequence[Member],
+    weights: Sequence[float],
+    method: Method,
+    threshold: float,
+    clock: Callable[[], float],
+) -> Verdict:
+    """Go through the draft from the left to the first token on which the ensemble must act (or to its end)."""
+    decisions: list[Decision] = []
+    for i, key in enumerate(task.keys):
+        outcome, point, merged, chosen = task.blocked[i] if verifiers else Outcome.DRAFTED, None, None, key
+        started = clock()
+        if outcome is None:
+            point = _point(task, i, drafter, verifiers, weights)
+            if task.sampling.temperature > 0.0:
+                outcome, chosen = _reject_or_accept(task, i, point, method)
+            elif not task.every_token:
+                outcome = method.consensus(point, threshold)
+            elif method.keeps_drafter(point):
+                outcome = Outcome.GATE
+        if outcome is None and point is not None:
+            started = clock()
+            merged = method.merge(point)
+            chosen = merged.chosen
+            outcome = Outcome.CONFIRMED if chosen == key else Outcome.REPLACED
+        probabilities = _NOBODY if point is None else {v.name: v.own_probability for v in point.views}
+        decisions.append(
+            Decision(
+                position=task.position + i,
+                byte_offset=task.offsets[i],
+                token=key,
+                outcome=outcome or Outcome.DRAFTED,
+                probabilities=probabilities,
+            )
+        )
+        if decisions[-1].outcome.is_ensembled:
+            merged = merged or Merged(chosen=chosen, candidates=())
+            return Verdict(
+                decisions=tuple(decisions),
+                num_accepted=i,
+                replacement=chosen,
+                merged=merged,
+                ensemble_s=clock() - started,
+            )
+    return Verdict(decisions=tuple(decisions), num_accepted=len(task.keys))
+
+
+def _point(
+    task: VerifyTask, index: int, drafter: Member, verifiers: Sequence[Member], weights: Sequence[float]
+) -> Point:
+    scores, position = task.draft.scores[index]
+    views = [
+        MemberView(
+            name=drafter.name,
+            vocabulary=drafter.vocabulary,
+            scores=scores,
+            position=position,
+            weight=weights[0],
+            own=task.draft.ids[index],
+            own_probability=math.exp(task.draft.log_probs[index]),
+            own_is_best=True,
+        )
+    ]
+    for number, verifier in enumerate(verifiers):
+        track, scored = task.tracks[number], task._scored[number]
+        count = task.count(track, index)
+        position = scored.offset + count - scored.first
+        probability, is_best = scored.own[position]
+        own = itertools.islice(track.alignment.ids, count, None)
+        views.append(
+            MemberView(
+                name=verifier.name,
+                vocabulary=verifier.vocabulary,
+                scores=scored.scores,
+                position=position,
+                weight=weights[number + 1],
+                own=_own_token(verifier, task, track, index),
+                own_probability=probability,
+                own_is_best=is_best,
+                path=tuple((token_id, position + k + 1) for k, token_id in enumerate(own)),
+                after=_asker(verifier, track, count),
+                memo=scored.memo,
+            )
+        )
+    return Point(views=tuple(views), drafted=task.keys[index])
+
+
+def _asker(verifier: Member, track: Track, count: int) -> Callable[[Sequence[int]], Scores]:
+    def after(ids: Sequence[int]) -> Scores:
+        return verifier.peek(track.session, count, ids)
+
+    return after
+
+
+def _reject_or_accept(task: VerifyTask, index: int, point: Point, method: Method) -> tuple[Outcome, bytes]:
+    """Speculative sampling at a candidate: keep the drafted token with min(1, P_ens / P_D), else draw the rest.
+
+    Neither C1 nor C2 is used here: with either, the answer would not be distributed as the ensemble's distribution.
+    """
+    sampling = task.sampling
+    target = method.distribution(point, sampling.temperature)
+    keys = list(target)
+    ensembled = nucleus(np.array(list(target.values())), sampling.top_p)
+    scores, position = task.draft.scores[index]
+    probs = sampling_probs(scores.dense([position])[0], sampling.temperature, sampling.top_p)
+    if task.uniform() * float(probs[task.draft.ids[index]]) < dict(zip(keys, ensembled.tolist(), strict=True)).get(
+        point.drafted, 0.0
+    ):
+        return Outcome.SAMPLED, point.drafted
+    ids = [point.drafter.id_of(key) for key in keys]
+    mine = probs[[-1 if i is None else i for i in ids]].cpu().numpy()
+    rest = residual(ensembled, np.where([i is None for i in ids], 0.0, mine))
+    while rest.any():
+        chosen = draw(rest, task.uniform())
+        if point.spellable(keys[chosen]):
+            return Outcome.REPLACED, keys[chosen]
+        rest[chosen] = 0.0  # the drafter has no way to write it
+    return Outcome.SAMPLED, point.drafted

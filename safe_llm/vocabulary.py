@@ -1,0 +1,448 @@
+"""What a member's ids mean: exact id <-> bytes tables, END, control and unusable ids, encoding without control tokens.
+
+Surface forms come from the tokenizer's tables, never from `decode([id])`, which drops spaces and merges broken
+characters. Encoding here never yields a control id: control tokens are renamed, in a private copy of the tokenizer, to
+strings that nobody can type, so that their spelling in a text is ordinary text.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import re
+import secrets
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from safe_llm.backends.base import IntArray, Symbols
+from safe_llm.errors import UnsupportedModelError
+
+__all__ = ["NOT_EXACT", "Pieces", "Vocabulary"]
+
+NOT_EXACT = -1
+"""In `Pieces.ends`: this id does not end where the text can be cut, its tokens do not spell the text exactly."""
+
+TURN_ENDS = frozenset(
+    (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|endofturn|>",
+        "[|endofturn|]",
+        "<|return|>",
+        "<｜end▁of▁sentence｜>",
+    )
+)
+"""Spellings of control tokens that end a turn, for models whose configuration names only one of several."""
+
+_CONTROL_LOOKALIKE = re.compile(
+    r"<\|.*\|>|<｜.*｜>|\[\|.*\|\]|<(start|end)_of_\w+>|<unused\d+>|\[/?INST\]|<</?SYS>>", re.DOTALL
+)
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_INVALID_UTF8 = re.compile("[\udc80-\udcff]")
+_TEXT_STAGES = ("normalizer", "pre_tokenizer")
+_LOW_SPACE = "\u2581"  # SentencePiece's sign for a space
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A tokenized stretch of bytes.
+
+    Attributes:
+        ids: Token ids.
+        ends: For each id the byte offset at which it ends, or NOT_EXACT.
+    """
+
+    ids: list[int]
+    ends: list[int]
+
+
+class Vocabulary:
+    """One tokenizer as the engine sees it.
+
+    Attributes:
+        width: Columns of the logits; at least the tokenizer's size.
+        tokens: id -> bytes [width]; None for END, control tokens, unk and ids without a token.
+        ids: bytes -> lowest id.
+        symbols: END and usable ids, for the backend.
+        bos_ids: Ids that the tokenizer puts before a plain text (usually one BOS or none).
+        control_ids: Control token's spelling -> id.
+        kind: "byte-level", "sentencepiece", "wordpiece" or "plain": how surfaces were derived.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | dict[str, Any], *, width: int | None = None, end_ids: Iterable[int] = ()
+    ) -> None:
+        """Read the tables of `tokenizer` (it is not changed).
+
+        Args:
+            tokenizer: The member's tokenizer, or the parsed content of its `tokenizer.json`.
+            width: Columns of the model's logits; None takes the tokenizer's size.
+            end_ids: The model's own end ids; well-known turn ends among the control tokens are added.
+        """
+        spec = json.loads(tokenizer.to_str()) if isinstance(tokenizer, Tokenizer) else tokenizer
+        texts = _texts(spec)
+        self.width = max(texts) + 1 if width is None else width
+        self.kind = _kind(spec)
+        self.control_ids = _control_tokens(spec)
+        declared = [i for i in dict.fromkeys(end_ids) if 0 <= i < self.width]
+        known = [i for text, i in self.control_ids.items() if text in TURN_ENDS and i < self.width]
+        ends = tuple(dict.fromkeys([*declared, *known]))
+        self.tokens = _surfaces(texts, spec, self.kind, self.width)
+        for i in (*self.control_ids.values(), *ends):
+            if i < self.width:
+                self.tokens[i] = None
+        usable = np.fromiter((token is not None for token in self.tokens), dtype=np.bool_, count=self.width)
+        usable[list(ends)] = True
+        self.symbols = Symbols(end_ids=ends, usable=usable)
+        self.ids = _first_ids(self.tokens, _byte_fallback_ids(spec))
+        if not self.ids:
+            raise UnsupportedModelError("the tokenizer has no usable token")
+        self.bos_ids = _bos_ids(spec)
+        self._byte_ids = [self.ids.get(bytes([b])) for b in range(256)]
+        self._unk_id = _unk_id(spec)
+        self._continuation = _plain_tokenizer(spec, self.control_ids, prefix=False)
+        has_prefix = _strip_prefix(copy.deepcopy({key: spec.get(key) for key in _TEXT_STAGES}))
+        self._start = _plain_tokenizer(spec, self.control_ids, prefix=True) if has_prefix else self._continuation
+        self._prefix_every_segment = _prepends_in_normalizer(spec)
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------ encoding
+
+    def encode(self, data: bytes | bytearray) -> Pieces:
+        """Tokenize generated bytes as a continuation: no special tokens, no dummy prefix, no control ids.
+
+        Bytes that are not UTF-8 become byte tokens. Where the tokens do not spell the text (a normalizer changed it,
+        a character is unknown) `ends` is NOT_EXACT: the member cannot represent that span.
+        """
+        try:
+            return self._encode_text(data.decode("utf-8"), data)
+        except UnicodeDecodeError:
+            return self._encode_broken(data)
+
+    def _encode_text(self, text: str, data: bytes | bytearray) -> Pieces:
+        with self._lock:  # a Rust tokenizer shared by threads is not safe to rely on
+            encoding = self._continuation.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        surfaces = [self.tokens[i] or b"" for i in ids]
+        if b"".join(surfaces) == data and all(surfaces):
+            return Pieces(ids, list(itertools.accumulate(map(len, surfaces))))
+        return Pieces(ids, _exact_ends(text, encoding.offsets, surfaces))
+
+    def _encode_broken(self, data: bytes | bytearray) -> Pieces:
+        ids: list[int] = []
+        ends: list[int] = []
+        offset = 0
+        text = data.decode("utf-8", errors="surrogateescape")
+        for part in re.split(f"({_INVALID_UTF8.pattern})", text):
+            raw = part.encode("utf-8", errors="surrogateescape")
+            if not part:
+                continue
+            if not _INVALID_UTF8.match(part):
+                pieces = self._encode_text(part, raw)
+                ids += pieces.ids
+                ends += [end if end == NOT_EXACT else end + offset for end in pieces.ends]
+            elif (byte_id := self._byte_ids[raw[0]]) is not None:
+                ids.append(byte_id)
+                ends.append(offset + 1)
+            elif self._unk_id is not None:
+                ids.append(self._unk_id)
+                ends.append(NOT_EXACT)
+            offset += len(raw)
+        return Pieces(ids, ends)
+
+    def encode_prompt(self, text: str, *, first: bool = True) -> list[int]:
+        """Tokenize prompt text as the model expects it, without special tokens and never into control ids.
+
+        Args:
+            text: Plain text, or the text between two control tokens of a template.
+            first: Whether it starts the prompt; SentencePiece models put their dummy prefix there.
+        """
+        if not text:
+            return []
+        tokenizer = self._start if first or self._prefix_every_segment else self._continuation
+        with self._lock:
+            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    # ------------------------------------------------------------------ lookups
+
+    def surface(self, token_id: int) -> bytes:
+        """Return the bytes of a token; empty for END and for ids without bytes."""
+        return self.tokens[token_id] or b""
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether the id is one of the END ids."""
+        return token_id in self.symbols.end_ids
+
+    def ids_of(self, data: bytes) -> list[int]:
+        """Return the token with exactly these bytes, else their encoding; [] if they cannot be spelled."""
+        if (token_id := self.ids.get(data)) is not None:
+            return [token_id]
+        pieces = self.encode(data)
+        return pieces.ids if pieces.ends and pieces.ends[-1] == len(data) and NOT_EXACT not in pieces.ends else []
+
+    @functools.cached_property
+    def sorted_ids(self) -> IntArray:
+        """Usable ids with bytes, sorted by their bytes (then id) [S]: tokens with a common prefix are neighbours."""
+        order = sorted((token, i) for i, token in enumerate(self.tokens) if token)
+        return np.array([i for _, i in order], dtype=np.int64)
+
+    @functools.cached_property
+    def _sorted_surfaces(self) -> list[bytes]:
+        return [self.surface(int(i)) for i in self.sorted_ids]
+
+    def prefix_range(self, prefix: bytes) -> tuple[int, int]:
+        """Return the half-open range of `sorted_ids` whose bytes start with `prefix`."""
+        surfaces = self._sorted_surfaces
+        low = bisect_left(surfaces, prefix)
+        successor = prefix.rstrip(b"\xff")
+        if not successor:
+            return low, len(surfaces)
+        return low, bisect_left(surfaces, successor[:-1] + bytes([successor[-1] + 1]))
+
+    def exact_range(self, data: bytes) -> tuple[int, int]:
+        """Return the half-open range of `sorted_ids` whose bytes are exactly `data`."""
+        surfaces = self._sorted_surfaces
+        return bisect_left(surfaces, data), bisect_right(surfaces, data)
+
+    def same_as(self, other: Vocabulary) -> bool:
+        """Whether every id means the same in both (padding columns aside): content is compared, not sizes."""
+        if self is other:
+            return True
+        if set(self.symbols.end_ids) != set(other.symbols.end_ids):
+            return False
+        pairs = itertools.zip_longest(self.tokens, other.tokens)
+        return all(a == b for a, b in pairs)
+
+
+# ---------------------------------------------------------------------- reading a tokenizer's tables
+
+
+def _walk(node: Any) -> Iterable[dict[str, Any]]:
+    """Yield a component of a tokenizer's JSON and all components nested in it."""
+    if isinstance(node, dict):
+        yield node
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
+            for child in node.get(key) or ():
+                yield from _walk(child)
+
+
+def _kind(spec: dict[str, Any]) -> str:
+    components = [*_walk(spec.get("pre_tokenizer")), *_walk(spec.get("decoder"))]
+    types = {component.get("type") for component in components}
+    if spec["model"]["type"] == "WordPiece":
+        return "wordpiece"
+    if "ByteLevel" in types:
+        return "byte-level"
+    replaced = any(
+        c.get("type") == "Replace" and c.get("pattern") == {"String": _LOW_SPACE} for c in _walk(spec.get("decoder"))
+    )
+    if "Metaspace" in types or replaced or spec["model"].get("byte_fallback"):
+        return "sentencepiece"
+    return "plain"
+
+
+def _control_tokens(spec: dict[str, Any]) -> dict[str, int]:
+    """Control tokens: those flagged special, and those that are spelled like one (models forget the flag)."""
+    control = {
+        token["content"]: token["id"]
+        for token in spec.get("added_tokens") or ()
+        if token.get("special") or _CONTROL_LOOKALIKE.fullmatch(token["content"])
+    }
+    unk = _unk_token(spec)
+    if unk is not None and (unk_id := _unk_id(spec)) is not None:
+        control.setdefault(unk, unk_id)
+    return control
+
+
+def _unk_token(spec: dict[str, Any]) -> str | None:
+    model = spec["model"]
+    if model["type"] == "Unigram":
+        return None if model.get("unk_id") is None else str(model["vocab"][model["unk_id"]][0])
+    unk: str | None = model.get("unk_token")
+    return unk
+
+
+def _unk_id(spec: dict[str, Any]) -> int | None:
+    model = spec["model"]
+    unk_id: int | None = (
+        model.get("unk_id") if model["type"] == "Unigram" else model["vocab"].get(model.get("unk_token"))
+    )
+    return unk_id
+
+
+@functools.cache
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(b): b for b in printable}
+    rest = (b for b in range(256) if b not in set(printable))
+    return alphabet | {chr(0x100 + i): b for i, b in enumerate(rest)}
+
+
+def _texts(spec: dict[str, Any]) -> dict[int, str]:
+    """id -> the tokenizer's own string for it, added tokens included."""
+    vocab = spec["model"]["vocab"]
+    texts = (
+        {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {i: v[0] for i, v in enumerate(vocab)}
+    )
+    return texts | {token["id"]: token["content"] for token in spec["added_tokens"]}
+
+
+def _surfaces(texts: dict[int, str], spec: dict[str, Any], kind: str, width: int) -> list[bytes | None]:
+    surfaces: list[bytes | None] = [None] * width
+    convert = _converter(spec, kind)
+    literal = {token["id"] for token in spec["added_tokens"]} if kind != "sentencepiece" else set()
+    for token_id, text in texts.items():
+        if token_id < width:
+            # a token without bytes could never make progress
+            surfaces[token_id] = (text.encode("utf-8") if token_id in literal else convert(text)) or None
+    return surfaces
+
+
+def _byte_fallback_ids(spec: dict[str, Any]) -> set[int]:
+    """Ids of `<0x20>` and its like, which a model uses only for bytes that no piece covers."""
+    if not spec["model"].get("byte_fallback") or not isinstance(spec["model"]["vocab"], dict):
+        return set()
+    return {i for i in map(spec["model"]["vocab"].get, (f"<0x{b:02X}>" for b in range(256))) if i is not None}
+
+
+def _first_ids(tokens: Sequence[bytes | None], last_resort: set[int]) -> dict[bytes, int]:
+    """Map bytes to the lowest id that has them; a byte-fallback id only where there is no other."""
+    ids: dict[bytes, int] = {}
+    for preferred in (False, True):
+        for i in range(len(tokens) - 1, -1, -1):
+            if (token := tokens[i]) is not None and (i not in last_resort) == preferred:
+                ids[token] = i
+    return ids
+
+
+def _converter(spec: dict[str, Any], kind: str) -> Any:
+    if kind == "byte-level":
+        alphabet = _byte_level_alphabet()
+
+        def byte_level(text: str) -> bytes:
+            try:
+                return bytes([alphabet[char] for char in text])
+            except KeyError:  # a token that is not written in the byte alphabet stands for its own text
+                return text.encode("utf-8")
+
+        return byte_level
+    if kind == "sentencepiece":
+        fallback = bool(spec["model"].get("byte_fallback"))
+
+        def sentencepiece(text: str) -> bytes:
+            if fallback and (match := _BYTE_FALLBACK.fullmatch(text)):
+                return bytes([int(match[1], 16)])
+            return text.replace(_LOW_SPACE, " ").encode("utf-8")
+
+        return sentencepiece
+    if kind == "wordpiece":
+        prefix = spec["model"].get("continuing_subword_prefix", "##")
+
+        def wordpiece(text: str) -> bytes:
+            return (text.removeprefix(prefix) if text.startswith(prefix) else " " + text).encode("utf-8")
+
+        return wordpiece
+    return lambda text: text.encode("utf-8")
+
+
+def _bos_ids(spec: dict[str, Any]) -> tuple[int, ...]:
+    """What the tokenizer puts before a text. A closing token (BERT's [SEP]) is left out: the text is continued."""
+    for node in _walk(spec.get("post_processor")):
+        if node["type"] == "TemplateProcessing":
+            leading = itertools.takewhile(lambda part: "SpecialToken" in part, node["single"])
+            names = [part["SpecialToken"]["id"] for part in leading]
+            return tuple(i for name in names for i in node["special_tokens"][name]["ids"])
+        if node["type"] in ("BertProcessing", "RobertaProcessing"):
+            return (node["cls"][1],)
+    return ()
+
+
+def _plain_tokenizer(spec: dict[str, Any], control: dict[str, int], *, prefix: bool) -> Tokenizer:
+    """A copy of the tokenizer that knows no control token and adds nothing.
+
+    Control tokens keep their place, so that all ids stay as they are, under a name with a random part.
+    """
+    nonce = secrets.token_hex(12)
+    renamed = {text: f"\ue000{nonce}-{i}\ue001" for i, text in enumerate(control)}
+    model = dict(spec["model"])
+    if model["type"] == "Unigram":
+        model["vocab"] = [[renamed.get(text, text), score] for text, score in model["vocab"]]
+    else:
+        model["vocab"] = {renamed.get(text, text): i for text, i in model["vocab"].items()}
+        if model.get("unk_token") in renamed:
+            model["unk_token"] = renamed[model["unk_token"]]
+    added = [token | {"content": renamed.get(token["content"], token["content"])} for token in spec["added_tokens"]]
+    plain = spec | {
+        "model": model,
+        "added_tokens": added,
+        "post_processor": None,
+        "truncation": None,
+        "padding": None,
+    }
+    plain |= copy.deepcopy({key: spec.get(key) for key in _TEXT_STAGES})
+    if not prefix:
+        _strip_prefix(plain)
+    return Tokenizer.from_str(json.dumps(plain))
+
+
+def _strip_prefix(spec: dict[str, Any]) -> bool:
+    """Remove every dummy prefix from the JSON in place; return whether there was one."""
+    found = False
+    for node in _walk(spec.get("pre_tokenizer")):
+        if node.get("type") == "Metaspace" and node.get("prepend_scheme", "always") != "never":
+            node["prepend_scheme"] = "never"
+            node.pop("add_prefix_space", None)
+            found = True
+        elif node.get("type") == "ByteLevel" and node.get("add_prefix_space"):
+            node["add_prefix_space"] = False
+            found = True
+    normalizer = spec.get("normalizer")
+    if normalizer and normalizer.get("type") == "Prepend":
+        spec["normalizer"] = None
+        found = True
+    for node in _walk(normalizer):
+        if children := node.get("normalizers"):
+            kept = [child for child in children if child.get("type") != "Prepend"]
+            found |= len(kept) < len(children)
+            node["normalizers"] = kept
+    return found
+
+
+def _prepends_in_normalizer(spec: dict[str, Any]) -> bool:
+    return any(node.get("type") == "Prepend" for node in _walk(spec.get("normalizer")))
+
+
+def _exact_ends(text: str, offsets: Sequence[tuple[int, int]], surfaces: Sequence[bytes]) -> list[int]:
+    """Byte ends of the tokens where the surfaces spell the text, else NOT_EXACT.
+
+    Tokens whose character ranges overlap (parts of one character, or of one normalized cluster) form a group. A group
+    covers the text from the last group's end, so gaps (dropped white space) count against it, and it is exact if its
+    surfaces are those bytes.
+    """
+    ends = [NOT_EXACT] * len(surfaces)
+    first, done_chars, done_bytes = 0, 0, 0
+    for i, (_, stop) in enumerate(offsets):
+        stop = max(stop, *(offsets[k][1] for k in range(first, i + 1)))
+        if i + 1 < len(offsets) and offsets[i + 1][0] < stop:
+            continue  # the next token overlaps: same group
+        raw = text[done_chars:stop].encode("utf-8")
+        group = surfaces[first : i + 1]
+        if all(group) and b"".join(group) == raw:
+            ends[first : i + 1] = [done_bytes + n for n in itertools.accumulate(map(len, group))]
+        first, done_chars, done_bytes = i + 1, max(stop, done_chars), done_bytes + len(raw)
+    return ends
