@@ -7,12 +7,10 @@ strings that nobody can type, so that their spelling in a text is ordinary text.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
 import re
-import secrets
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from safe_llm import tokenizer_tables as tables
 from safe_llm.backends.base import IntArray, Symbols
 from safe_llm.errors import UnsupportedModelError
 
@@ -47,13 +46,7 @@ TURN_ENDS = frozenset(
 )
 """Spellings of control tokens that end a turn, for models whose configuration names only one of several."""
 
-_CONTROL_LOOKALIKE = re.compile(
-    r"<\|.*\|>|<｜.*｜>|\[\|.*\|\]|<(start|end)_of_\w+>|<unused\d+>|\[/?INST\]|<</?SYS>>", re.DOTALL
-)
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _INVALID_UTF8 = re.compile("[\udc80-\udcff]")
-_TEXT_STAGES = ("normalizer", "pre_tokenizer")
-_LOW_SPACE = "\u2581"  # SentencePiece's sign for a space
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +86,33 @@ class Vocabulary:
             end_ids: The model's own end ids; well-known turn ends among the control tokens are added.
         """
         spec = json.loads(tokenizer.to_str()) if isinstance(tokenizer, Tokenizer) else tokenizer
-        texts = _texts(spec)
+        texts = tables.texts(spec)
         self.width = max(texts) + 1 if width is None else width
-        self.kind = _kind(spec)
-        self.control_ids = _control_tokens(spec)
+        self.kind = tables.kind_of(spec)
+        self.control_ids = tables.control_tokens(spec)
         declared = [i for i in dict.fromkeys(end_ids) if 0 <= i < self.width]
         known = [i for text, i in self.control_ids.items() if text in TURN_ENDS and i < self.width]
         ends = tuple(dict.fromkeys([*declared, *known]))
-        self.tokens = _surfaces(texts, spec, self.kind, self.width)
+        self.tokens = tables.surfaces(texts, spec, self.kind, self.width)
         for i in (*self.control_ids.values(), *ends):
             if i < self.width:
                 self.tokens[i] = None
         usable = np.fromiter((token is not None for token in self.tokens), dtype=np.bool_, count=self.width)
         usable[list(ends)] = True
         self.symbols = Symbols(end_ids=ends, usable=usable)
-        self.ids = _first_ids(self.tokens, _byte_fallback_ids(spec))
+        self.ids = _first_ids(self.tokens, tables.byte_fallback_ids(spec))
         if not self.ids:
             raise UnsupportedModelError("the tokenizer has no usable token")
-        self.bos_ids = _bos_ids(spec)
+        self.bos_ids = tables.bos_ids(spec)
         self._byte_ids = [self.ids.get(bytes([b])) for b in range(256)]
-        self._unk_id = _unk_id(spec)
-        self._continuation = _plain_tokenizer(spec, self.control_ids, prefix=False)
-        has_prefix = _strip_prefix(copy.deepcopy({key: spec.get(key) for key in _TEXT_STAGES}))
-        self._start = _plain_tokenizer(spec, self.control_ids, prefix=True) if has_prefix else self._continuation
-        self._prefix_every_segment = _prepends_in_normalizer(spec)
+        self._unk_id = tables.unk_id(spec)
+        self._continuation = tables.plain_tokenizer(spec, self.control_ids, prefix=False)
+        self._start = (
+            tables.plain_tokenizer(spec, self.control_ids, prefix=True)
+            if tables.has_prefix(spec)
+            else self._continuation
+        )
+        self._prefix_every_segment = tables.prepends_in_normalizer(spec)
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ encoding
@@ -228,98 +224,6 @@ class Vocabulary:
         return all(a == b for a, b in pairs)
 
 
-# ---------------------------------------------------------------------- reading a tokenizer's tables
-
-
-def _walk(node: Any) -> Iterable[dict[str, Any]]:
-    """Yield a component of a tokenizer's JSON and all components nested in it."""
-    if isinstance(node, dict):
-        yield node
-        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
-            for child in node.get(key) or ():
-                yield from _walk(child)
-
-
-def _kind(spec: dict[str, Any]) -> str:
-    components = [*_walk(spec.get("pre_tokenizer")), *_walk(spec.get("decoder"))]
-    types = {component.get("type") for component in components}
-    if spec["model"]["type"] == "WordPiece":
-        return "wordpiece"
-    if "ByteLevel" in types:
-        return "byte-level"
-    replaced = any(
-        c.get("type") == "Replace" and c.get("pattern") == {"String": _LOW_SPACE} for c in _walk(spec.get("decoder"))
-    )
-    if "Metaspace" in types or replaced or spec["model"].get("byte_fallback"):
-        return "sentencepiece"
-    return "plain"
-
-
-def _control_tokens(spec: dict[str, Any]) -> dict[str, int]:
-    """Control tokens: those flagged special, and those that are spelled like one (models forget the flag)."""
-    control = {
-        token["content"]: token["id"]
-        for token in spec.get("added_tokens") or ()
-        if token.get("special") or _CONTROL_LOOKALIKE.fullmatch(token["content"])
-    }
-    unk = _unk_token(spec)
-    if unk is not None and (unk_id := _unk_id(spec)) is not None:
-        control.setdefault(unk, unk_id)
-    return control
-
-
-def _unk_token(spec: dict[str, Any]) -> str | None:
-    model = spec["model"]
-    if model["type"] == "Unigram":
-        return None if model.get("unk_id") is None else str(model["vocab"][model["unk_id"]][0])
-    unk: str | None = model.get("unk_token")
-    return unk
-
-
-def _unk_id(spec: dict[str, Any]) -> int | None:
-    model = spec["model"]
-    unk_id: int | None = (
-        model.get("unk_id") if model["type"] == "Unigram" else model["vocab"].get(model.get("unk_token"))
-    )
-    return unk_id
-
-
-@functools.cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for the 256 bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(b): b for b in printable}
-    rest = (b for b in range(256) if b not in set(printable))
-    return alphabet | {chr(0x100 + i): b for i, b in enumerate(rest)}
-
-
-def _texts(spec: dict[str, Any]) -> dict[int, str]:
-    """id -> the tokenizer's own string for it, added tokens included."""
-    vocab = spec["model"]["vocab"]
-    texts = (
-        {i: text for text, i in vocab.items()} if isinstance(vocab, dict) else {i: v[0] for i, v in enumerate(vocab)}
-    )
-    return texts | {token["id"]: token["content"] for token in spec["added_tokens"]}
-
-
-def _surfaces(texts: dict[int, str], spec: dict[str, Any], kind: str, width: int) -> list[bytes | None]:
-    surfaces: list[bytes | None] = [None] * width
-    convert = _converter(spec, kind)
-    literal = {token["id"] for token in spec["added_tokens"]} if kind != "sentencepiece" else set()
-    for token_id, text in texts.items():
-        if token_id < width:
-            # a token without bytes could never make progress
-            surfaces[token_id] = (text.encode("utf-8") if token_id in literal else convert(text)) or None
-    return surfaces
-
-
-def _byte_fallback_ids(spec: dict[str, Any]) -> set[int]:
-    """Ids of `<0x20>` and its like, which a model uses only for bytes that no piece covers."""
-    if not spec["model"].get("byte_fallback") or not isinstance(spec["model"]["vocab"], dict):
-        return set()
-    return {i for i in map(spec["model"]["vocab"].get, (f"<0x{b:02X}>" for b in range(256))) if i is not None}
-
-
 def _first_ids(tokens: Sequence[bytes | None], last_resort: set[int]) -> dict[bytes, int]:
     """Map bytes to the lowest id that has them; a byte-fallback id only where there is no other."""
     ids: dict[bytes, int] = {}
@@ -328,103 +232,6 @@ def _first_ids(tokens: Sequence[bytes | None], last_resort: set[int]) -> dict[by
             if (token := tokens[i]) is not None and (i not in last_resort) == preferred:
                 ids[token] = i
     return ids
-
-
-def _converter(spec: dict[str, Any], kind: str) -> Any:
-    if kind == "byte-level":
-        alphabet = _byte_level_alphabet()
-
-        def byte_level(text: str) -> bytes:
-            try:
-                return bytes([alphabet[char] for char in text])
-            except KeyError:  # a token that is not written in the byte alphabet stands for its own text
-                return text.encode("utf-8")
-
-        return byte_level
-    if kind == "sentencepiece":
-        fallback = bool(spec["model"].get("byte_fallback"))
-
-        def sentencepiece(text: str) -> bytes:
-            if fallback and (match := _BYTE_FALLBACK.fullmatch(text)):
-                return bytes([int(match[1], 16)])
-            return text.replace(_LOW_SPACE, " ").encode("utf-8")
-
-        return sentencepiece
-    if kind == "wordpiece":
-        prefix = spec["model"].get("continuing_subword_prefix", "##")
-
-        def wordpiece(text: str) -> bytes:
-            return (text.removeprefix(prefix) if text.startswith(prefix) else " " + text).encode("utf-8")
-
-        return wordpiece
-    return lambda text: text.encode("utf-8")
-
-
-def _bos_ids(spec: dict[str, Any]) -> tuple[int, ...]:
-    """What the tokenizer puts before a text. A closing token (BERT's [SEP]) is left out: the text is continued."""
-    for node in _walk(spec.get("post_processor")):
-        if node["type"] == "TemplateProcessing":
-            leading = itertools.takewhile(lambda part: "SpecialToken" in part, node["single"])
-            names = [part["SpecialToken"]["id"] for part in leading]
-            return tuple(i for name in names for i in node["special_tokens"][name]["ids"])
-        if node["type"] in ("BertProcessing", "RobertaProcessing"):
-            return (node["cls"][1],)
-    return ()
-
-
-def _plain_tokenizer(spec: dict[str, Any], control: dict[str, int], *, prefix: bool) -> Tokenizer:
-    """A copy of the tokenizer that knows no control token and adds nothing.
-
-    Control tokens keep their place, so that all ids stay as they are, under a name with a random part.
-    """
-    nonce = secrets.token_hex(12)
-    renamed = {text: f"\ue000{nonce}-{i}\ue001" for i, text in enumerate(control)}
-    model = dict(spec["model"])
-    if model["type"] == "Unigram":
-        model["vocab"] = [[renamed.get(text, text), score] for text, score in model["vocab"]]
-    else:
-        model["vocab"] = {renamed.get(text, text): i for text, i in model["vocab"].items()}
-        if model.get("unk_token") in renamed:
-            model["unk_token"] = renamed[model["unk_token"]]
-    added = [token | {"content": renamed.get(token["content"], token["content"])} for token in spec["added_tokens"]]
-    plain = spec | {
-        "model": model,
-        "added_tokens": added,
-        "post_processor": None,
-        "truncation": None,
-        "padding": None,
-    }
-    plain |= copy.deepcopy({key: spec.get(key) for key in _TEXT_STAGES})
-    if not prefix:
-        _strip_prefix(plain)
-    return Tokenizer.from_str(json.dumps(plain))
-
-
-def _strip_prefix(spec: dict[str, Any]) -> bool:
-    """Remove every dummy prefix from the JSON in place; return whether there was one."""
-    found = False
-    for node in _walk(spec.get("pre_tokenizer")):
-        if node.get("type") == "Metaspace" and node.get("prepend_scheme", "always") != "never":
-            node["prepend_scheme"] = "never"
-            node.pop("add_prefix_space", None)
-            found = True
-        elif node.get("type") == "ByteLevel" and node.get("add_prefix_space"):
-            node["add_prefix_space"] = False
-            found = True
-    normalizer = spec.get("normalizer")
-    if normalizer and normalizer.get("type") == "Prepend":
-        spec["normalizer"] = None
-        found = True
-    for node in _walk(normalizer):
-        if children := node.get("normalizers"):
-            kept = [child for child in children if child.get("type") != "Prepend"]
-            found |= len(kept) < len(children)
-            node["normalizers"] = kept
-    return found
-
-
-def _prepends_in_normalizer(spec: dict[str, Any]) -> bool:
-    return any(node.get("type") == "Prepend" for node in _walk(spec.get("normalizer")))
 
 
 def _exact_ends(text: str, offsets: Sequence[tuple[int, int]], surfaces: Sequence[bytes]) -> list[int]:

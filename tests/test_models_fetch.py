@@ -183,8 +183,6 @@ def test_gguf_file_is_converted_once_and_found_again_without_hashing(
     monkeypatch.setattr(convert, "_save", None)
     monkeypatch.setattr(fetch, "_hash", None)
     assert resolve_name(path.name) == model
-    monkeypatch.undo()
-    os.environ["SAFE_LLM_HOME"] = str(store.home())
 
 
 def test_moved_gguf_file_is_hashed_but_not_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,16 +276,19 @@ def test_cached_demo_model_costs_milliseconds_and_reads_no_weights(monkeypatch: 
 
 
 def test_importing_models_imports_no_model_library() -> None:
-    code = "import sys, safe_llm.models; print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    heavy = ("torch", "transformers", "huggingface_hub", "rich")
+    code = f"import sys, safe_llm.models; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["../secret", "./missing", "~/missing", "~nobody-here/x", "/nowhere/model", "a/b/c", "missing.gguf", "a/b.gguf", "..", ".x/y",
-     "a..b", "a\\b", "owner/na me", "owner/name.git", "x/" + "y" * 300, "nul\0"],
-)  # fmt: skip
+    [
+        *("../secret", "./missing", "~/missing", "~nobody-here/x", "/nowhere/model", "a/b/c", "..", ".x/y", "a..b"),
+        *("missing.gguf", "a/b.gguf", "a\\b", "owner/na me", "owner/name.git", "x/" + "y" * 300, "nul\0"),
+    ],
+)
 def test_missing_path_is_not_found_and_never_asked_from_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(ModelNotFoundError) as caught:
@@ -349,13 +350,9 @@ def test_hub_model_with_pickles_only_is_refused(snapshot: dict[str, object], tmp
         resolve_name("owner/name")
 
 
-def response(status: int) -> object:
-    return hub.Response(status, request=None)
-
-
-def hub_error(kind: type[Exception], status: int) -> Exception:
+def hub_error(kind: type[Exception]) -> Exception:
     error = kind.__new__(kind)
-    Exception.__init__(error, f"{status} for url https://example.org/api with token hf_secret")
+    Exception.__init__(error, "403 for url https://example.org/api with token hf_secret")
     return error
 
 
@@ -376,7 +373,7 @@ def test_hub_errors_are_explained_without_addresses_or_tokens(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception], expected: type[ModelError], words: str
 ) -> None:
     def download(*_: object, **__: object) -> str:
-        raise hub_error(kind, 403)
+        raise hub_error(kind)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(expected, match=words) as caught:

@@ -79,7 +79,9 @@ def test_interrupted_rename_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert store.cached("m") is not None
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "no record", "bad record", "old format", "other name"])
+@pytest.mark.parametrize(
+    "damage", ["delete", "truncate", "no record", "bad record", "odd record", "old format", "other name"]
+)
 def test_damaged_folder_is_not_complete_and_is_built_anew(damage: str) -> None:
     path = store.get_or_build("m", builder("m")).path
     record = path / "safe_llm.json"
@@ -92,6 +94,8 @@ def test_damaged_folder_is_not_complete_and_is_built_anew(damage: str) -> None:
         record.unlink()
     elif damage == "bad record":
         record.write_text('{"name": "m"')
+    elif damage == "odd record":
+        record.write_text(json.dumps({**values, "files": ["model.safetensors"]}))
     elif damage == "old format":
         record.write_text(json.dumps({**values, "format": store.FORMAT - 1}))
     else:

@@ -67,7 +67,7 @@ def write_tiny_gguf(
         if name in ids:
             writer.add_uint32(f"tokenizer.ggml.{key}_token_id", ids[name])
     for key, value in extra:
-        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(key, value)
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     tensors = _tensors(len(vocabulary), seed)
     for name, value in tensors.items():
         writer.add_tensor(name, value)

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["check_cache"]
 
 _LENGTH = 24
-# Largest deviation that rounding explains, in standard deviations of the logits.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-_HALF_TOLERANCE = 0.15
+# Which quantile of a row's deviations must be below what, in standard deviations of the logits. In half precision a
+# single position may be far off by rounding alone (0.5 was seen in a correct model, at a median of 0.1), while a wrong
+# position or mask moves all that follow it (medians from 0.5 to 3).
+_FULL_PRECISION = (1.0, 1e-3)
+_HALF_PRECISION = (0.5, 0.25)
 
 
 def check_cache(backend: HFBackend, model: PreTrainedModel, symbols: Symbols) -> None:
@@ -47,11 +49,11 @@ def check_cache(backend: HFBackend, model: PreTrainedModel, symbols: Symbols) ->
             model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
             for text in texts
         ]
-    deviation = max(
-        _deviation(scores, backend.scores(logits[-len(scores) :]))
-        for scores, logits in zip(cached, plain, strict=True)
-    )
-    tolerance = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    quantile, tolerance = _FULL_PRECISION if torch.finfo(model.dtype).bits >= 32 else _HALF_PRECISION
+    deviations = [
+        _deviations(scores, backend.scores(logits[-len(scores) :])) for scores, logits in zip(cached, plain, strict=True)
+    ]
+    deviation = max(float(row.quantile(quantile)) for row in deviations)
     if not deviation <= tolerance:
         raise UnsupportedModelError(
             f"model {backend.name!r} (type {model.config.model_type!r}) failed the self-check: cached and uncached "
@@ -88,10 +90,10 @@ def _random_ids(symbols: Symbols, num_embeddings: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(0).choice(usable, size=2 * _LENGTH)]
 
 
-def _deviation(scores: DenseScores, reference: DenseScores) -> float:
-    """Return the largest root mean square difference of a position, in standard deviations of the reference."""
+def _deviations(scores: DenseScores, reference: DenseScores) -> torch.Tensor:
+    """Return each position's root mean square difference [N], in standard deviations of the reference."""
     found, wanted = (part.dense(range(len(part))) for part in (scores, reference))
     usable = torch.isfinite(wanted[0])
     found, wanted = found[:, usable], wanted[:, usable]
     difference = (found - wanted).square().mean(dim=1).sqrt()
-    return float((difference / wanted.std(dim=1).clamp_min(1e-6)).max())
+    return difference / wanted.std(dim=1).clamp_min(1e-6)

@@ -69,12 +69,12 @@ def read_gguf(path: Path) -> GgufFile:
         for _ in range(num_pairs):
             key = reader.string()
             metadata[key] = reader.value(reader.scalar("I"))
-        if metadata.get("split.count", 0) > 1:
+        if metadata.get("split.count", 0) not in (0, 1):
             raise UnsupportedModelError(
                 f"{path.name!r} is one of {metadata['split.count']} parts of a model",
                 hint="merge the parts into one file first",
             )
-        num_weights = reader.check_tensors(num_tensors, int(metadata.get("general.alignment", _DEFAULT_ALIGNMENT)))
+        num_weights = reader.check_tensors(num_tensors, metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
     return GgufFile(path=path, metadata=metadata, num_weights=num_weights)
 
 
@@ -128,12 +128,16 @@ class _Reader:
         if inner in _SCALARS:
             code = _SCALARS[inner]
             return list(struct.unpack(f"<{count}{code}", self._take(count * struct.calcsize(f"<{code}"))))
-        return [self.value(inner) for _ in range(count)]
+        if inner != _STRING:
+            raise self._corrupt(f"an array of type {inner}")
+        return [self.string() for _ in range(count)]
 
-    def check_tensors(self, count: int, alignment: int) -> int:
+    def check_tensors(self, count: int, alignment: Any) -> int:
         """Read the table of tensors, check that the file holds them all, and return the number of weights."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._corrupt(f"its alignment is {alignment!r}")
         num_weights = end = 0
         for _ in range(count):
             name = self.string()

@@ -169,6 +169,8 @@ def _read_record(path: Path) -> ModelRecord | None:
     if not isinstance(values, dict) or set(values) != {entry.name for entry in fields(ModelRecord)}:
         return None
     stamp = values.pop("stamp")
+    if not isinstance(values["files"], dict) or not isinstance(stamp, list | None):
+        return None
     return ModelRecord(**values, stamp=tuple(stamp) if stamp else None)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from safe_llm.backends.base import Feed, Symbols
+from safe_llm.backends.base import Feed, FloatArray, Symbols
 from safe_llm.backends.dense import DenseScores, SymbolColumns
 from safe_llm.errors import ContextOverflowError, MemberError
 
@@ -139,13 +139,14 @@ def scripted(
         A function whose logits are log-probabilities: what an entry leaves over is spread evenly over the other ids.
     """
 
-    def next_logits(ids: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    def next_logits(ids: tuple[int, ...]) -> FloatArray:
         entry = next((script[ids[start:]] for start in range(len(ids) + 1) if ids[start:] in script), {})
         chosen = dict(entry) if isinstance(entry, Mapping) else {entry: peak}
         left_over = max(0.0, 1.0 - sum(chosen.values()))
         probs = np.full(width, left_over / max(1, width - len(chosen)))
         probs[list(chosen)] = list(chosen.values())
         with np.errstate(divide="ignore"):
-            return np.log(probs)
+            logits: FloatArray = np.log(probs)
+        return logits
 
     return next_logits

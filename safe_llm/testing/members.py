@@ -1,0 +1,95 @@
+"""Members without weights: real tokenizers, real engine, scripted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from safe_llm.ensemble import Ensemble
+from safe_llm.member import Member
+from safe_llm.prompting import ChatTemplate, Prompter, transcript
+from safe_llm.testing.backends import NextLogits, ScriptedBackend
+from safe_llm.testing.tokenizers import byte_level, metaspace
+from safe_llm.types import Message
+from safe_llm.vocabulary import Vocabulary
+
+__all__ = ["answering", "scripted_ensemble", "scripted_member"]
+
+Answers = Mapping[str, str]
+"""Prompt (a plain text, or the user message of a one-turn conversation) -> what the model answers."""
+
+
+def answering(vocabulary: Vocabulary, answers: Answers, *, peak: float = 0.9) -> NextLogits:
+    """Make a model that gives known answers, token by token in its own tokenization, and then END.
+
+    What comes next depends on the text alone, so the model follows an ensemble that writes its answer in other pieces.
+    After text that is no beginning of the answer, it wants to end.
+
+    Args:
+        vocabulary: The member's vocabulary.
+        answers: What it knows. A prompt that it does not know is answered with END.
+        peak: Probability of the next token; the rest is spread evenly.
+    """
+    known = {prompt.encode(): answer.encode() for prompt, answer in answers.items()}
+    known |= {transcript([Message(role="user", content=p)]).encode(): a.encode() for p, a in answers.items()}
+
+    def next_logits(ids: tuple[int, ...]) -> npt.NDArray[np.float64]:
+        text = b"".join(vocabulary.surface(i) for i in ids)
+        text = text if text.startswith(tuple(known)) else text.removeprefix(b" ")  # SentencePiece's dummy prefix
+        prompt = max((p for p in known if text.startswith(p)), key=len, default=None)
+        rest = b""
+        if prompt is not None and known[prompt].startswith(text[len(prompt) :]):
+            rest = known[prompt][len(text) - len(prompt) :]
+        end = vocabulary.symbols.end_id
+        chosen = vocabulary.encode(rest).ids[0] if rest else end
+        logits = np.full(vocabulary.width, np.log((1.0 - peak) / (vocabulary.width - 1)))
+        logits[0 if chosen is None else chosen] = np.log(peak)
+        return logits
+
+    return next_logits
+
+
+def scripted_member(
+    name: str,
+    tokenizer: Tokenizer,
+    script: Answers | Callable[[Vocabulary], NextLogits],
+    *,
+    end_tokens: Sequence[str] = ("<|im_end|>", "</s>"),
+    template: ChatTemplate | None = None,
+    max_context: int = 4096,
+) -> Member:
+    """Build a member on a `ScriptedBackend`.
+
+    Args:
+        name: Its name.
+        tokenizer: A real tokenizer, for instance from `safe_llm.testing.tokenizers`.
+        script: Known answers, or a function from the vocabulary to a `NextLogits`.
+        end_tokens: Spellings of END; those that the tokenizer has are used.
+        template: Chat template.
+        max_context: Context window, in tokens.
+    """
+    ends = [i for text in end_tokens if (i := tokenizer.token_to_id(text)) is not None]
+    vocabulary = Vocabulary(tokenizer, end_ids=ends)
+    next_logits = answering(vocabulary, script) if isinstance(script, Mapping) else script(vocabulary)
+    backend = ScriptedBackend(next_logits, vocabulary.width, vocabulary.symbols, name, max_context)
+    return Member(name, backend, vocabulary, prompter=Prompter(vocabulary, template))
+
+
+def scripted_ensemble(drafter: Answers, verifier: Answers | None = None, **options: object) -> Ensemble:
+    """Build a two-member ensemble with different tokenizers: `drafter` (byte-level) and `verifier` (SentencePiece).
+
+    Args:
+        drafter: What the drafter answers.
+        verifier: What the verifier answers; by default the same.
+        **options: Fields of `EnsembleConfig`.
+    """
+    from safe_llm.config import EnsembleConfig
+
+    members = [
+        scripted_member("drafter", byte_level(), drafter),
+        scripted_member("verifier", metaspace(), drafter if verifier is None else verifier),
+    ]
+    return Ensemble(members, EnsembleConfig(**options))

@@ -1,0 +1,71 @@
+"""Real tiny models with random weights on toy tokenizers, in fp32."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from safe_llm.backends.hf import HFBackend
+from safe_llm.config import EnsembleConfig
+from safe_llm.ensemble import Ensemble
+from safe_llm.member import Member
+from safe_llm.prompting import Prompter
+from safe_llm.vocabulary import Vocabulary
+
+torch.set_num_threads(1)
+
+QUESTION = "In 1850 Leo has 12 apples"
+
+
+@functools.cache
+def _tiny_llama(vocab_size: int, seed: int, sharpness: float) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharpness)  # random logits are nearly uniform; make them decide
+    return model
+
+
+def tiny_member(
+    name: str,
+    tokenizer: Tokenizer,
+    *,
+    seed: int = 0,
+    sharpness: float = 25.0,
+    padding: int = 3,
+    end_tokens: tuple[str, ...] = ("<|im_end|>", "</s>"),
+    max_context: int | None = None,
+) -> Member:
+    """A random Llama whose logits are `padding` columns wider than its tokenizer."""
+    ends = [i for text in end_tokens if (i := tokenizer.token_to_id(text)) is not None]
+    width = tokenizer.get_vocab_size() + padding
+    vocabulary = Vocabulary(tokenizer, width=width, end_ids=ends)
+    model = _tiny_llama(width, seed, sharpness)
+    backend = HFBackend(model, symbols=vocabulary.symbols, name=name, max_context=max_context, self_check=False)
+    member = Member(name, backend, vocabulary, prompter=Prompter(vocabulary))
+    member.fresh_model = _pristine(width, seed, sharpness)  # for the reference: never touched by the backend
+    return member
+
+
+@functools.cache
+def _pristine(vocab_size: int, seed: int, sharpness: float) -> LlamaForCausalLM:
+    return _tiny_llama.__wrapped__(vocab_size, seed, sharpness)
+
+
+def ensemble(*members: Member, **options: object) -> Ensemble:
+    return Ensemble(members, EnsembleConfig(**options))
