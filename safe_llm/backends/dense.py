@@ -92,9 +92,7 @@ class DenseScores:
         rows = self._logits[self._indices(positions)[0]]
         taken = min(width, k + _TIE_MARGIN)
         # Ids are exact in float32 (W < 2**24), so that values and ids travel together.
-        values, ids = _host(torch.stack([part.float() for part in rows.topk(taken, dim=1)])).astype(
-            np.float64
-        )
+        values, ids = _host(torch.stack([part.float() for part in rows.topk(taken, dim=1)])).astype(np.float64)
         order = np.lexsort((ids, -values), axis=-1)[:, :k]
         best_ids = np.take_along_axis(ids, order, axis=1).astype(np.int64)
         best = np.take_along_axis(values, order, axis=1)

@@ -189,9 +189,7 @@ class HFBackend:
         for begin in range(0, total, _CHUNK):
             ids = torch.tensor([feed.ids[begin : begin + _CHUNK]])
             start, stop = held + begin, held + begin + ids.shape[1]
-            now = SlotPass(
-                first=slot, stop=slot + 1, start=start, kv_stop=stop, window_start=self._window_start(start)
-            )
+            now = SlotPass(first=slot, stop=slot + 1, start=start, kv_stop=stop, window_start=self._window_start(start))
             keep = min(ids.shape[1], feed.keep - (held + total - stop))
             logits = self._run(now, ids, torch.arange(start, stop)[None], keep=max(1, keep), end=stop)
             if keep > 0:
@@ -240,9 +238,7 @@ class HFBackend:
         """Return the first position that a token at `start` sees in a sliding layer."""
         return max(0, start + 1 - self._layers.window) if self._layers.window else 0
 
-    def _run(
-        self, now: SlotPass, ids: torch.Tensor, see: torch.Tensor, *, keep: int, end: int
-    ) -> torch.Tensor:
+    def _run(self, now: SlotPass, ids: torch.Tensor, see: torch.Tensor, *, keep: int, end: int) -> torch.Tensor:
         """Run one pass.
 
         Args:
@@ -297,9 +293,7 @@ class _Call:
         options: dict[str, Any] = {self._cache_word: cache}
         if self._keeps:
             options["logits_to_keep"] = keep
-        output = self._model(
-            input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=True, **options
-        )
+        output = self._model(input_ids=ids, attention_mask=masks, position_ids=positions, use_cache=True, **options)
         logits: torch.Tensor = output.logits
         return logits[:, -keep:]
 

@@ -76,9 +76,7 @@ def context_limit(config: PreTrainedConfig, name: str, lowered: int | None) -> i
     """
     limits = [lowered] if lowered is not None else []
     limits += [
-        int(value)
-        for key in ("max_position_embeddings", "n_positions")
-        if (value := getattr(config, key, None))
+        int(value) for key in ("max_position_embeddings", "n_positions") if (value := getattr(config, key, None))
     ]
     if not limits:
         raise UnsupportedModelError(
@@ -116,9 +114,7 @@ def build_masks(
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
-        ~mask, torch.finfo(dtype).min
-    )
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:

@@ -30,10 +30,10 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
         UnsupportedModelError: transformers has no causal language model of this type.
     """
     name = config.display_name
+    if not (path / "config.json").is_file():
+        raise ModelCorruptError(f"model {name!r}: there is no config.json in {str(path)!r}")
     with _quiet(), _reading(name, path):
-        described = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.trust_remote_code, local_files_only=True
-        )
+        described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             config=described,
@@ -44,11 +44,14 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, with their names
         )
     # transformers fills what is missing with random numbers and only warns.
-    if missing := sorted(report["missing_keys"]):
+    wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
+    if wrong:
         raise ModelCorruptError(
-            f"model {name!r}: the weights in {str(path)!r} lack {len(missing)} tensors, {missing[0]!r} for one",
+            f"model {name!r}: {len(wrong)} tensors in {str(path)!r} are missing or of another shape than its "
+            f"configuration says, {wrong[0]!r} for one",
             hint="download it again",
         )
     loaded: PreTrainedModel = model

@@ -42,16 +42,17 @@ def check_cache(backend: HFBackend, model: PreTrainedModel, symbols: Symbols) ->
         cached = _cached(backend, texts)
     except MemberError as error:
         raise UnsupportedModelError(
-            f"model {backend.name!r} (type {model.config.model_type!r}) cannot run on our cache: {error}"
+            f"model {backend.name!r} (type {model.config.model_type!r}) cannot run on the slot cache: "
+            f"{error.__cause__ or error}"
         ) from error
     with torch.inference_mode():
         plain = [
-            model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0]
-            for text in texts
+            model(input_ids=torch.tensor([text], device=model.device), use_cache=False).logits[0] for text in texts
         ]
     quantile, tolerance = _FULL_PRECISION if torch.finfo(model.dtype).bits >= 32 else _HALF_PRECISION
     deviations = [
-        _deviations(scores, backend.scores(logits[-len(scores) :])) for scores, logits in zip(cached, plain, strict=True)
+        _deviations(scores, backend.scores(logits[-len(scores) :]))
+        for scores, logits in zip(cached, plain, strict=True)
     ]
     deviation = max(float(row.quantile(quantile)) for row in deviations)
     if not deviation <= tolerance:
@@ -66,18 +67,14 @@ def _cached(backend: HFBackend, texts: list[list[int]]) -> list[DenseScores]:
     """Return each text's last scores after a detour: half of it, a wrong end, back to a quarter, and on."""
     rows = [backend.open() for _ in texts]
     halves, quarters = [len(text) // 2 for text in texts], [len(text) // 4 for text in texts]
-    starts = [
-        Feed(row=row, ids=text[:half]) for row, text, half in zip(rows, texts, halves, strict=True) if half
-    ]
+    starts = [Feed(row=row, ids=text[:half]) for row, text, half in zip(rows, texts, halves, strict=True) if half]
     if starts:
         backend.forward(starts)
     backend.forward([Feed(row=row, ids=text[:1]) for row, text in zip(rows, texts, strict=True)])
     for row, quarter in zip(rows, quarters, strict=True):
         backend.rollback(row, quarter)
     ends = [text[quarter:] for text, quarter in zip(texts, quarters, strict=True)]
-    scores = backend.forward(
-        [Feed(row=row, ids=end, keep=len(end)) for row, end in zip(rows, ends, strict=True)]
-    )
+    scores = backend.forward([Feed(row=row, ids=end, keep=len(end)) for row, end in zip(rows, ends, strict=True)])
     for row in rows:
         backend.close(row)
     kept = scores.dense(range(len(scores))).split([len(end) for end in ends])

@@ -73,8 +73,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         """Allocate zeros for heads, sizes, type and device of the first keys and values [B, heads, T, size]."""
         slots, capacity = self._cache.num_slots, self._cache.capacity
         self.keys, self.values = (
-            states.new_zeros(slots, states.shape[1], capacity, states.shape[3])
-            for states in (key_states, value_states)
+            states.new_zeros(slots, states.shape[1], capacity, states.shape[3]) for states in (key_states, value_states)
         )
         self.is_initialized = True
 

@@ -3,7 +3,7 @@
 Exit codes: 0 done; 1 an unexpected error; 2 bad input, one `error:` line and usually a `hint:` line on stderr;
 130 interrupted (Ctrl-C); 141 whoever read stdout has gone away. Stdout carries answers only.
 
-Importing this module imports nothing but the standard library, so that even an early Ctrl-C ends as it should.
+Importing this module imports nothing but the standard library, so that an early Ctrl-C ends as it should.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes the process's.
     """
+    args = sys.argv[1:] if argv is None else argv
     try:
         terminal.prepare()
-        code = _invoke(sys.argv[1:] if argv is None else argv)
+        code = _invoke(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        terminal.say("interrupted")
+        terminal.say_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         terminal.abandon_stdout()
         return EXIT_BROKEN_PIPE
     except Exception as error:
-        return _explain(error)
+        return _explain(error, args)
     return code
 
 
@@ -56,13 +57,14 @@ def _invoke(args: Sequence[str]) -> int:
         return end.exit_code
 
 
-def _explain(error: Exception) -> int:
+def _explain(error: Exception, args: Sequence[str]) -> int:
     """Say on stderr what went wrong, and return the exit code."""
-    from safe_llm.errors import SafeLLMError
+    from safe_llm.errors import ConfigError, SafeLLMError
 
     terminal.say_traceback_if_wanted(error)
     if isinstance(error, SafeLLMError):
-        terminal.say_error(str(error.args[0]), error.hint)
+        fallback = f"see `safe-llm {args[0]} --help`" if isinstance(error, ConfigError) else ""
+        terminal.say_error(str(error.args[0]), error.hint or fallback)
         return EXIT_BAD_INPUT
     if hasattr(error, "format_message"):  # typer's usage errors; their class has moved between its versions
         terminal.say_error(*_usage_error(error))

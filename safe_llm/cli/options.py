@@ -18,7 +18,7 @@ import typer
 __all__ = ["EnsembleFlags", "MemberFlags", "OutputFlags", "PlacementFlags", "SamplingFlags", "with_flags"]
 
 
-def _flag(text: str, panel: str, *names: str, default: object = None, metavar: str | None = None) -> Any:
+def _flag(text: str, *names: str, panel: str, default: object = None, metavar: str | None = None) -> Any:
     """Describe one flag; `default` is what holds where the flag is not given, for the help."""
     help_text = text if default is None else f"{text} [default: {default}]"
     return typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False)
@@ -94,7 +94,9 @@ class SamplingFlags:
     temperature: Annotated[float | None, _sampling("0 always takes the best token.", default=0.0)] = None
     top_p: Annotated[float | None, _sampling("Nucleus mass, in (0, 1].", default=1.0)] = None
     seed: Annotated[int | None, _sampling("Makes sampling reproducible.")] = None
-    stop: Annotated[list[str] | None, _sampling("Text that ends the answer; repeat it for more.")] = None
+    stop: Annotated[list[str] | None, _sampling("Text that ends the answer; repeat it for more.", metavar="TEXT")] = (
+        None
+    )
     min_tokens: Annotated[int | None, _sampling("No end before this many tokens.", default=0)] = None
     logprobs: Annotated[int | None, _sampling("Alternatives to report per token, 0 to 20 (--json).")] = None
 
@@ -103,9 +105,7 @@ class SamplingFlags:
 class OutputFlags:
     """What is printed."""
 
-    as_json: Annotated[
-        bool, _output("One JSON object per answer, with counters and timings.", "Output", "--json")
-    ] = False
+    as_json: Annotated[bool, _output("One JSON object per answer, with counters and timings.", "--json")] = False
     show: Annotated[
         bool, _output("Mark the tokens where the ensemble acted (terminal), and print counters to stderr.", "--show")
     ] = False

@@ -38,7 +38,7 @@ def prepare() -> None:
 
 
 def harmless(text: str) -> str:
-    """Replace control characters by visible escapes (`\\x1b`); newline and tab stay, CR LF becomes a newline."""
+    r"""Replace control characters by visible escapes (`\x1b`); newline and tab stay, CR LF becomes a newline."""
     return _CONTROL.sub(_escape, text.replace("\r\n", "\n"))
 
 
@@ -73,6 +73,11 @@ def say_error(message: str, hint: str = "") -> None:
     for label, text in (("error", message), ("hint", hint)):
         if text:
             say(f"{label}: {harmless(' '.join(text.split()))}")
+
+
+def say_interrupted() -> None:
+    """Say so, on a line of its own."""
+    say("\ninterrupted" if sys.stderr.isatty() else "interrupted")
 
 
 def say_traceback_if_wanted(error: BaseException) -> None:

@@ -103,9 +103,7 @@ class ScriptedBackend:
         """Ask the script for every kept position [N, W]."""
         table = np.empty((sum(feed.keep for feed in feeds), self.width), dtype=np.float32)
         prefixes = (
-            grown[feed.row][: len(grown[feed.row]) - back]
-            for feed in feeds
-            for back in range(feed.keep - 1, -1, -1)
+            grown[feed.row][: len(grown[feed.row]) - back] for feed in feeds for back in range(feed.keep - 1, -1, -1)
         )
         try:
             for position, prefix in enumerate(prefixes):
