@@ -115,7 +115,7 @@ def test_hf_self_check_catches_an_ignored_window(dtype, monkeypatch):
     HFBackend(model, plain_symbols(WIDTH), "mistral")
     unlimited = layers.Layers(is_sliding=(False, False), window=0, by_type=False)
     monkeypatch.setattr(layers.Layers, "of", lambda config: unlimited)
-    with pytest.raises(UnsupportedModelError, match="failed the self-check.* differ by .* of their spread"):
+    with pytest.raises(UnsupportedModelError, match=r"failed the self-check.* differ by .* of their spread"):
         HFBackend(model, plain_symbols(WIDTH), "mistral")
     HFBackend(model, plain_symbols(WIDTH), "mistral", self_check=False)
 
@@ -230,7 +230,7 @@ def test_hf_misuse_is_refused():
     backend = backend_of()
     row = backend.open()
     for feeds in ([], [Feed(row=row, ids=[3]), Feed(row=row, ids=[4])], [Feed(row=row, ids=[3], keep=2)]):
-        with pytest.raises(ValueError, match="forward needs|keep must be"):
+        with pytest.raises(ValueError, match=r"forward needs|keep must be"):
             backend.forward(feeds)
     backend.close(row)
     with pytest.raises(KeyError):

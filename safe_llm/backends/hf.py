@@ -1,7 +1,7 @@
 """A transformers model behind the backend seam, with the slot cache.
 
-Only the model's public forward is called, with explicit positions and explicit masks. Masks are left out where the plain
-causal kernel gives the same: a lone row's next token, and the first chunk of a fresh row's prompt.
+Only the model's public forward is called, with explicit positions and explicit masks. Masks are left out where the
+plain causal kernel gives the same: a lone row's next token, and the first chunk of a fresh row's prompt.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class HFBackend:
         parts: dict[int, torch.Tensor] = {}
         if len(shared) > 1:
             # First, because it pads rows that it does not feed as well, past the end that they have now.
-            kept = self._run_shared(shared).split([feed.keep for feed in shared])
+            kept = torch.split(self._run_shared(shared), [feed.keep for feed in shared])
             parts = {feed.row: part for feed, part in zip(shared, kept, strict=True)}
         ordered = [parts[feed.row] if feed.row in parts else self._run_alone(feed) for feed in feeds]
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
@@ -313,12 +313,12 @@ class _Clock:
             yield
             self._total_s += time.perf_counter() - started
             return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(torch.cuda.current_stream(device))
         yield
         end.record(torch.cuda.current_stream(device))
         self._pending.append((begin, end))
-        while self._pending[0][1].query() and len(self._pending) > 1:
+        while len(self._pending) > 1 and self._pending[0][1].query():  # type: ignore[no-untyped-call]
             self._add(*self._pending.popleft())
 
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""What a model's configuration says about its layers: attention windows, context length, and whether we can roll back."""
+"""What a model's configuration says about its layers: windows, context length, and whether it can be rolled back."""
 
 from __future__ import annotations
 

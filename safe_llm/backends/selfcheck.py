@@ -77,7 +77,7 @@ def _cached(backend: HFBackend, texts: list[list[int]]) -> list[DenseScores]:
     scores = backend.forward([Feed(row=row, ids=end, keep=len(end)) for row, end in zip(rows, ends, strict=True)])
     for row in rows:
         backend.close(row)
-    kept = scores.dense(range(len(scores))).split([len(end) for end in ends])
+    kept = torch.split(scores.dense(range(len(scores))), [len(end) for end in ends])
     return [backend.scores(part) for part in kept]
 
 

@@ -45,7 +45,7 @@ class SlotPass:
     _indices: dict[tuple[int, int, torch.device], torch.Tensor] = field(default_factory=dict)
 
     def flat_index(self, heads: int, capacity: int, device: torch.device) -> torch.Tensor:
-        """Return `write` as rows of a cache tensor viewed as [slots * heads * capacity, head_dim], int64 [B * heads * T].
+        """Return `write` as rows [B * heads * T] of a cache tensor viewed as [slots * heads * capacity, head_dim].
 
         Computed once for all layers of one shape.
         """
@@ -78,7 +78,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new keys and values [B, heads, T, size], return views of all that this pass reads."""
         if not self.is_initialized:
@@ -88,7 +88,7 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
         keys = _write_and_view(self.keys, key_states, now, begin)
         return keys, _write_and_view(self.values, value_states, now, begin)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
         """Return how many positions the views hold and the first of them."""
         now = self._cache.current
         begin = now.window_start if self.is_sliding else 0
@@ -240,7 +240,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.num_slots = self.capacity = 0
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a layer's new keys and values, return all that it attends to. Called by the model."""
         keys, values = self.layers[layer_idx].update(key_states, value_states)

@@ -25,7 +25,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Say whether `error` means that the disk is full, also where Rust or a subprocess only tells it in words."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _FULL
-    return any(sign in str(error) for sign in ("os error 28", "No space left on device", "[Errno 28]"))
+    return any(sign in str(error) for sign in ("No space left on device", "Disk quota exceeded"))
 
 
 def disk_full_error(where: Path, needed: int) -> ModelAccessError:

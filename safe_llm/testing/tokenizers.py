@@ -5,7 +5,10 @@ Each function returns a fresh `tokenizers.Tokenizer`. END is `<|im_end|>` or `</
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -58,38 +61,50 @@ def metaspace(vocab_size: int = 600, *, prepend: bool = True, corpus: Sequence[s
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, limit_alphabet=60, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
     words = [word for line in corpus for word in line.replace(" ", " ▁").split(" ")]
+    # a fixed small alphabet (the trainer's own limit cuts ties at random), so that bytes are needed for the rest
+    words = [word for word in words if all(char.isascii() or char in "▁日本" for char in word)]
     tokenizer.train_from_iterator(words, trainer)
     return _with_bos(_only_special(tokenizer, ("<unk>", "<s>", "</s>")), "<s>")
 
 
-def unigram(vocab_size: int = 300, *, nfkc: bool = True, corpus: Sequence[str] = CORPUS) -> Tokenizer:
+def unigram(*, nfkc: bool = True, corpus: Sequence[str] = CORPUS) -> Tokenizer:
     """SentencePiece-style Unigram, as of T5 and XLM-R: NFKC, unknown characters, no byte fallback."""
-    tokenizer = Tokenizer(models.Unigram())
+    pieces = [("<s>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    counts = _word_counts(line.replace(" ", " ▁") for line in corpus)
+    pieces += [(piece, math.log(count / counts.total())) for piece, count in sorted(counts.items())]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text, _ in pieces[:3]])
     if nfkc:
         tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    _train(
-        tokenizer,
-        trainers.UnigramTrainer(
-            vocab_size=vocab_size, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
-        ),
-        corpus,
-    )
     return tokenizer
 
 
-def wordpiece(vocab_size: int = 400, *, corpus: Sequence[str] = CORPUS) -> Tokenizer:
+def wordpiece(*, corpus: Sequence[str] = CORPUS) -> Tokenizer:
     """WordPiece that lower-cases and strips accents, as of BERT: cannot represent most text exactly."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
+    words = sorted(_word_counts(line.lower() for line in corpus))
+    pieces = [*special, *words, *(f"##{word}" for word in words if len(word) == 1)]
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]"]
-    _train(tokenizer, trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False), corpus)
     return tokenizer
+
+
+def _word_counts(lines: Iterable[str]) -> Counter[str]:
+    """Words of letters that occur, and every character: what the trainers find varies from run to run."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line)
+        counts.update(word for word in line.split() if word.removeprefix("▁").isalpha())
+    counts.pop("\n", None)
+    counts.pop(" ", None)
+    return counts
 
 
 def characters(words: Sequence[str], *, special: Sequence[str] = ("<|im_end|>",)) -> Tokenizer:
@@ -121,8 +136,6 @@ def _train(tokenizer: Tokenizer, trainer: Any, corpus: Sequence[str]) -> None:
 
 def _only_special(tokenizer: Tokenizer, special: Sequence[str]) -> Tokenizer:
     """Byte tokens had to be declared special for training; they are ordinary tokens afterwards."""
-    import json
-
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in special]
     return Tokenizer.from_str(json.dumps(spec))
