@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from safe_llm.backends.base import Backend, Feed, Scores
 from safe_llm.config import MemberConfig
@@ -99,7 +98,7 @@ class Member:
         Raises:
             ModelError: It cannot be had, is damaged, or cannot be a member.
         """
-        from safe_llm.backends.hf import HFBackend
+        from safe_llm.backends.hf import HFBackend, end_ids_of
         from safe_llm.backends.loading import load_model
         from safe_llm.models import resolve
 
@@ -110,8 +109,7 @@ class Member:
             canonical=resolved.source in ("demo", "gguf"),
             trust_remote_code=config.trust_remote_code,
         )
-        ends = _declared_ends(model.generation_config, model.config)
-        ends += [] if files.eos_id is None else [files.eos_id]
+        ends = [*end_ids_of(model), *([] if files.eos_id is None else [files.eos_id])]
         vocabulary = Vocabulary(files.spec, width=HFBackend.width_of(model), end_ids=ends)
         backend = HFBackend(
             model,
@@ -207,12 +205,3 @@ class Member:
         self.backend.rollback(session.row, min(session.resident + len(fed) - len(ids), known))
         session.resident = self.backend.length(session.row)
         return scores
-
-
-def _declared_ends(*configs: Any) -> list[int]:
-    """End ids that a model's configurations name; each may name one or several."""
-    declared: list[int] = []
-    for config in configs:
-        ids = getattr(config, "eos_token_id", None)
-        declared += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    return declared

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -80,7 +79,6 @@ def typed(monkeypatch, *lines: str | type[BaseException]) -> None:
         raise line
 
     monkeypatch.setattr("builtins.input", answer)
-    monkeypatch.setattr(io.TextIOWrapper, "reconfigure", lambda *args, **options: None)
 
 
 def test_end_of_input_at_a_terminal_ends_the_chat(monkeypatch):
@@ -144,8 +142,9 @@ def test_interrupt_keeps_the_partial_answer_in_the_conversation(monkeypatch):
 
 @pytest.mark.usefixtures("_default_interrupt")
 def test_interrupt_before_any_text_forgets_the_turn(monkeypatch):
-    interrupted_after(monkeypatch, 1, {dialogue("one"): LONG, dialogue("two"): "fresh"})
-    assert run("chat", stdin=b"one\ntwo\n").stdout == b"\nfresh\n"
+    interrupted_after(monkeypatch, 3, {dialogue("one"): LONG, dialogue("two"): "fresh"})
+    held_back = ["--stop", LONG + " And more."]
+    assert run("chat", *held_back, stdin=b"one\ntwo\n").stdout == b"\nfresh\n"
 
 
 @pytest.mark.usefixtures("_default_interrupt")

@@ -1,0 +1,111 @@
+"""What the project promises about itself: size budget, exports, light imports, a README that does not rot."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import pkgutil
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import safe_llm
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "safe_llm").rglob("*.py"))
+MODULES = sorted(
+    name
+    for _, name, _ in pkgutil.walk_packages(safe_llm.__path__, "safe_llm.")
+    if not name.endswith("__main__")
+)
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_size_budget_of_files_and_functions(path):
+    assert path.read_text(encoding="utf-8").count("\n") <= 400
+    assert [(name, lines) for name, lines in functions(path) if lines > 60] == []
+
+
+def test_size_budget_of_the_median_function():
+    lengths = [lines for path in SOURCES for _, lines in functions(path)]
+    assert statistics.median(lengths) < 15
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_names_what_exists(name):
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", [])
+    assert all(hasattr(module, item) for item in exported)
+    assert len(set(exported)) == len(exported)
+
+
+def test_everything_exported_at_the_top_resolves():
+    assert set(safe_llm.__all__) <= {name for name in safe_llm.__all__ if getattr(safe_llm, name) is not None}
+    with pytest.raises(AttributeError, match="Ensembel"):
+        _ = safe_llm.Ensembel
+
+
+@pytest.mark.parametrize("module", ["safe_llm", "safe_llm.cli", "safe_llm.errors", "safe_llm.config", "safe_llm.models"])
+def test_import_is_light(module):
+    code = f"import {module}, sys; print(*[m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
+
+
+def test_every_module_and_public_class_has_a_docstring():
+    for path in SOURCES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if tree.body:
+            assert ast.get_docstring(tree), path
+
+
+def test_engine_does_not_import_what_lies_above_it():
+    text = (ROOT / "safe_llm" / "engine.py").read_text(encoding="utf-8")
+    assert not re.search(r"trace|report|ensemble import|cli", text.split('"""')[2])
+
+
+def test_readme_commands_are_what_ci_runs():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in ("main", "tests"):
+        blocks = re.findall(rf"<!-- command: {name} -->\n```bash\n(.+?)\n```", readme, re.DOTALL)
+        assert len(blocks) == 1, name
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert "readme_command main" in ci
+    assert "readme_command tests" in ci
+
+
+def test_readme_python_example_runs(monkeypatch, capsys):
+    from safe_llm.testing import scripted_ensemble
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- example: python -->\n```python\n(.+?)\n```", readme, re.DOTALL)
+    question = re.search(r'question = "(.+?)"', code)
+    answers = {question[1]: "Natalia sold 24 clips in May, so 72 in all."}
+    monkeypatch.setattr(safe_llm, "Ensemble", _from_scripts(scripted_ensemble(answers)), raising=False)
+    exec(compile(code, "README.md", "exec"), {})
+    assert "72 in all" in capsys.readouterr().out
+
+
+def _from_scripts(ensemble):
+    class FromScripts:
+        @staticmethod
+        def from_preset(name, **options):
+            assert name == "demo"
+            return ensemble
+
+    return FromScripts
+
+
+def test_environment_is_offline_for_the_hub():
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
