@@ -1,8 +1,9 @@
 """Prompts as a member's ids: through its own chat template, control tokens from the template only.
 
 Every string of the user is marked before the template sees it: control-token spellings in it are broken by a random
-separator. The rendered chat is cut at the control tokens that are left, which are the template's own; the stretches
-between them lose the separator and are encoded as plain text.
+separator. The control tokens that are left in the rendered chat are the template's own: they get their private names,
+the separators go, and the whole is encoded by a tokenizer that knows control tokens by these names only. So it is cut
+exactly as the member's own tokenizer cuts it, white space next to control tokens included.
 
 Fallbacks, each visible in `Prompter.notes` and in `safe-llm inspect`:
 no template            a transcript, `User:` and `Assistant:` on lines of their own, for base models
@@ -17,7 +18,7 @@ import json
 import re
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -129,8 +130,10 @@ class Prompter:
     _has_system: bool = field(init=False, default=True)
     _has_tool: bool = field(init=False, default=True)
     _has_calls: bool = field(init=False, default=True)
+    _spellings: _Spellings = field(init=False)
 
     def __post_init__(self) -> None:
+        self._spellings = _Spellings(self.vocabulary.control_ids)
         if self.template is None:
             self.notes = ("no chat template: conversations become a User/Assistant transcript",)
             return
@@ -163,7 +166,7 @@ class Prompter:
             return [*self.vocabulary.bos_ids, *self.vocabulary.encode_prompt(prompt)]
         if self.template is None:
             return [*self.vocabulary.bos_ids, *self.vocabulary.encode_prompt(transcript(prompt))]
-        separator = f"\ue000{secrets.token_hex(8)}\ue001"
+        separator = f"{secrets.randbelow(10**24):024}"  # digits survive every filter: lower, trim, escape, tojson
         messages = self._adapted(prompt)
         try:
             rendered = self._render(messages, separator)
@@ -201,31 +204,22 @@ class Prompter:
 
     def _marked(self, value: Any, separator: str) -> Any:
         if isinstance(value, str):
-            pattern = self._control_pattern
-            return pattern.sub(lambda m: m[0][0] + separator + m[0][1:], value) if pattern and separator else value
+            return self._spellings.broken(value, separator)
         if isinstance(value, dict):
             return {self._marked(k, separator): self._marked(v, separator) for k, v in value.items()}
         if isinstance(value, list):
             return [self._marked(item, separator) for item in value]
         return value
 
-    @property
-    def _control_pattern(self) -> re.Pattern[str] | None:
-        texts = sorted(self.vocabulary.control_ids, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
-
     def _encode_rendered(self, rendered: str, separator: str) -> list[int]:
-        pattern = self._control_pattern
-        ids: list[int] = []
-        first = True
-        for part in re.split(f"({pattern.pattern})", rendered) if pattern else [rendered]:
-            control = self.vocabulary.control_ids.get(part)
-            if control is not None:
-                ids.append(control)
-            else:
-                ids += self.vocabulary.encode_prompt(part.replace(separator, ""), first=first)
-            first = first and not part
-        return ids
+        parts: list[str] = []
+        done = 0
+        for start, end in self._spellings.found(rendered):
+            if start >= done:
+                parts += (rendered[done:start], self.vocabulary.control_names[rendered[start:end]])
+                done = end
+        parts.append(rendered[done:])
+        return self.vocabulary.encode_prompt("".join(part.replace(separator, "") for part in parts))
 
     def _adapted(self, messages: Sequence[Message]) -> list[Message]:
         """Rewrite what the template has no role for."""
@@ -235,6 +229,41 @@ class Prompter:
         if not self._has_system and any(message.role == "system" for message in adapted):
             adapted = _system_into_user(adapted)
         return adapted
+
+
+class _Spellings:
+    """Finds control tokens in a text, at a cost that does not grow with their number (Gemma has thousands)."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        self._lengths: dict[str, set[int]] = {}
+        self._prefixes: set[str] = set()
+        for text in spellings:
+            self._lengths.setdefault(text[:2], set()).add(len(text))
+            self._prefixes.update(text[:n] for n in range(1, len(text)))
+        self._texts = frozenset(spellings)
+        self._longest = max(map(len, self._texts), default=0)
+        self._starts = re.compile(f"(?={'|'.join(map(re.escape, self._lengths))})") if self._texts else None
+
+    def found(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield start and end of the longest control token at each place where one starts, overlapping ones too."""
+        for match in self._starts.finditer(text) if self._starts else ():
+            start = match.start()
+            lengths = self._lengths[text[start : start + 2]]
+            ends = [start + n for n in lengths if text[start : start + n] in self._texts]
+            if ends:
+                yield start, max(ends)
+
+    def broken(self, text: str, separator: str) -> str:
+        """Put `separator` behind the first character of every control token, whole or begun at the end of the text."""
+        starts = [start for start, _ in self.found(text)]
+        tail = range(max(0, len(text) - self._longest + 1), len(text))
+        starts += [start for start in tail if text[start:] in self._prefixes and start not in starts]
+        parts: list[str] = []
+        done = 0
+        for start in sorted(starts):
+            parts += (text[done : start + 1], separator)
+            done = start + 1
+        return "".join((*parts, text[done:]))
 
 
 # ---------------------------------------------------------------------- fallbacks

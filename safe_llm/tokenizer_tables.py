@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,10 +23,11 @@ __all__ = [
     "has_prefix",
     "kind_of",
     "plain_tokenizer",
-    "prepends_in_normalizer",
+    "private_names",
     "surfaces",
     "texts",
     "unk_id",
+    "within",
 ]
 
 Spec = dict[str, Any]
@@ -65,12 +66,17 @@ def kind_of(spec: Spec) -> str:
     return "plain"
 
 
-def control_tokens(spec: Spec) -> dict[str, int]:
-    """Control tokens: those flagged special, and those that are spelled like one (models forget the flag)."""
+def within(spec: Spec, width: int) -> Spec:
+    """Return the tokenizer without the added tokens that the model has no column for: to it they are plain text."""
+    return spec | {"added_tokens": [token for token in spec["added_tokens"] if token["id"] < width]}
+
+
+def control_tokens(spec: Spec, end_ids: Collection[int] = ()) -> dict[str, int]:
+    """Control tokens: flagged special, one of the model's ends, or spelled like one (models forget the flag)."""
     control = {
         token["content"]: token["id"]
         for token in spec.get("added_tokens") or ()
-        if token.get("special") or _CONTROL_LOOKALIKE.fullmatch(token["content"])
+        if token.get("special") or token["id"] in end_ids or _CONTROL_LOOKALIKE.fullmatch(token["content"])
     }
     unk = _unk_token(spec)
     if unk is not None and (unknown := unk_id(spec)) is not None:
@@ -127,9 +133,9 @@ def surfaces(texts: dict[int, str], spec: Spec, kind: str, width: int) -> list[b
 
 def byte_fallback_ids(spec: Spec) -> set[int]:
     """Ids of `<0x20>` and its like, which a model uses only for bytes that no piece covers."""
-    if not spec["model"].get("byte_fallback") or not isinstance(spec["model"]["vocab"], dict):
+    if not spec["model"].get("byte_fallback"):
         return set()
-    return {i for i in map(spec["model"]["vocab"].get, (f"<0x{b:02X}>" for b in range(256))) if i is not None}
+    return {i for i, text in texts(spec).items() if _BYTE_FALLBACK.fullmatch(text)}
 
 
 def _converter(spec: Spec, kind: str) -> Any:
@@ -174,18 +180,24 @@ def bos_ids(spec: Spec) -> tuple[int, ...]:
     return ()
 
 
-def plain_tokenizer(spec: Spec, control: dict[str, int], *, prefix: bool) -> Tokenizer:
-    """A copy of the tokenizer that knows no control token and adds nothing.
-
-    Control tokens keep their place, so that all ids stay as they are, under a name with a random part.
-    """
+def private_names(control: Iterable[str]) -> dict[str, str]:
+    """Control token's spelling -> a name that nobody can guess, to stand for it in a plain tokenizer."""
     nonce = secrets.token_hex(12)
-    renamed = {text: f"\ue000{nonce}-{i}\ue001" for i, text in enumerate(control)}
+    return {text: f"\ue000{nonce}-{i}\ue001" for i, text in enumerate(control)}
+
+
+def plain_tokenizer(spec: Spec, renamed: Mapping[str, str], *, prefix: bool) -> Tokenizer:
+    """A copy of the tokenizer that knows control tokens only by their private names and adds nothing.
+
+    They keep their place and their flags, so all ids stay as they are, and so does what is cut next to them.
+    """
     model = dict(spec["model"])
     if model["type"] == "Unigram":
         model["vocab"] = [[renamed.get(text, text), score] for text, score in model["vocab"]]
     else:
         model["vocab"] = {renamed.get(text, text): i for text, i in model["vocab"].items()}
+        if "merges" in model:
+            model["merges"] = [merge for merge in model["merges"] if renamed.keys().isdisjoint(_merge_texts(merge))]
         if model.get("unk_token") in renamed:
             model["unk_token"] = renamed[model["unk_token"]]
     added = [token | {"content": renamed.get(token["content"], token["content"])} for token in spec["added_tokens"]]
@@ -200,6 +212,12 @@ def plain_tokenizer(spec: Spec, control: dict[str, int], *, prefix: bool) -> Tok
     if not prefix:
         _strip_prefix(plain)
     return Tokenizer.from_str(json.dumps(plain))
+
+
+def _merge_texts(merge: str | list[str]) -> tuple[str, str, str]:
+    """The two tokens that a merge joins, and what it makes of them."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right, left + right
 
 
 def has_prefix(spec: Spec) -> bool:
@@ -228,8 +246,3 @@ def _strip_prefix(spec: Spec) -> bool:
             found |= len(kept) < len(children)
             node["normalizers"] = kept
     return found
-
-
-def prepends_in_normalizer(spec: Spec) -> bool:
-    """Whether the dummy prefix comes before every stretch of text, not only the first."""
-    return any(node.get("type") == "Prepend" for node in _walk(spec.get("normalizer")))

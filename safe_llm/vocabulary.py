@@ -72,6 +72,7 @@ class Vocabulary:
         symbols: END and usable ids, for the backend.
         bos_ids: Ids that the tokenizer puts before a plain text (usually one BOS or none).
         control_ids: Control token's spelling -> id.
+        control_names: Control token's spelling -> the name that stands for it in `encode_prompt`. Nobody can guess it.
         kind: "byte-level", "sentencepiece", "wordpiece" or "plain": how surfaces were derived.
     """
 
@@ -86,17 +87,24 @@ class Vocabulary:
             end_ids: The model's own end ids; well-known turn ends among the control tokens are added.
         """
         spec = json.loads(tokenizer.to_str()) if isinstance(tokenizer, Tokenizer) else tokenizer
+        self.width = max(tables.texts(spec)) + 1 if width is None else width
+        spec = tables.within(spec, self.width)
         texts = tables.texts(spec)
-        self.width = max(texts) + 1 if width is None else width
+        if max(texts) >= self.width:
+            raise UnsupportedModelError(
+                f"the tokenizer has {max(texts) + 1} ids, the model only {self.width} columns",
+                hint="they do not belong together",
+            )
         self.kind = tables.kind_of(spec)
-        self.control_ids = tables.control_tokens(spec)
+        end_ids = tuple(end_ids)
+        self.control_ids = tables.control_tokens(spec, end_ids)
+        self.control_names = tables.private_names(self.control_ids)
         declared = [i for i in dict.fromkeys(end_ids) if 0 <= i < self.width]
-        known = [i for text, i in self.control_ids.items() if text in TURN_ENDS and i < self.width]
+        known = [i for text, i in self.control_ids.items() if text in TURN_ENDS]
         ends = tuple(dict.fromkeys([*declared, *known]))
         self.tokens = tables.surfaces(texts, spec, self.kind, self.width)
         for i in (*self.control_ids.values(), *ends):
-            if i < self.width:
-                self.tokens[i] = None
+            self.tokens[i] = None
         usable = np.fromiter((token is not None for token in self.tokens), dtype=np.bool_, count=self.width)
         usable[list(ends)] = True
         self.symbols = Symbols(end_ids=ends, usable=usable)
@@ -106,13 +114,12 @@ class Vocabulary:
         self.bos_ids = tables.bos_ids(spec)
         self._byte_ids = [self.ids.get(bytes([b])) for b in range(256)]
         self._unk_id = tables.unk_id(spec)
-        self._continuation = tables.plain_tokenizer(spec, self.control_ids, prefix=False)
+        self._continuation = tables.plain_tokenizer(spec, self.control_names, prefix=False)
         self._start = (
-            tables.plain_tokenizer(spec, self.control_ids, prefix=True)
+            tables.plain_tokenizer(spec, self.control_names, prefix=True)
             if tables.has_prefix(spec)
             else self._continuation
         )
-        self._prefix_every_segment = tables.prepends_in_normalizer(spec)
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ encoding
@@ -141,6 +148,7 @@ class Vocabulary:
         ids: list[int] = []
         ends: list[int] = []
         offset = 0
+        follows_gap = False
         text = data.decode("utf-8", errors="surrogateescape")
         for part in re.split(f"({_INVALID_UTF8.pattern})", text):
             raw = part.encode("utf-8", errors="surrogateescape")
@@ -149,28 +157,29 @@ class Vocabulary:
             if not _INVALID_UTF8.match(part):
                 pieces = self._encode_text(part, raw)
                 ids += pieces.ids
-                ends += [end if end == NOT_EXACT else end + offset for end in pieces.ends]
+                exact = [end if end == NOT_EXACT else end + offset for end in pieces.ends]
+                ends += [NOT_EXACT, *exact[1:]] if follows_gap and exact else exact
+                follows_gap = follows_gap and not exact
             elif (byte_id := self._byte_ids[raw[0]]) is not None:
                 ids.append(byte_id)
-                ends.append(offset + 1)
+                ends.append(NOT_EXACT if follows_gap else offset + 1)
+                follows_gap = False
             elif self._unk_id is not None:
                 ids.append(self._unk_id)
                 ends.append(NOT_EXACT)
+                follows_gap = False
+            else:
+                follows_gap = True  # nothing stands for this byte: the next piece does not begin where the last ended
             offset += len(raw)
         return Pieces(ids, ends)
 
-    def encode_prompt(self, text: str, *, first: bool = True) -> list[int]:
-        """Tokenize prompt text as the model expects it, without special tokens and never into control ids.
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokenize a prompt as the member's own tokenizer does, but without special tokens that it would add.
 
-        Args:
-            text: Plain text, or the text between two control tokens of a template.
-            first: Whether it starts the prompt; SentencePiece models put their dummy prefix there.
+        Only the names in `control_names` become control ids, what is spelled like a control token does not.
         """
-        if not text:
-            return []
-        tokenizer = self._start if first or self._prefix_every_segment else self._continuation
         with self._lock:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self._start.encode(text, add_special_tokens=False).ids
         return ids
 
     # ------------------------------------------------------------------ lookups

@@ -75,7 +75,7 @@ def prefix_space() -> Tokenizer:
     tokenizer = byte_level(special=("<s>", "</s>", "<mask>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.post_processor = processors.RobertaProcessing(
-        sep=("</s>", tokenizer.token_to_id("</s>")), cls=("<s>", tokenizer.token_to_id("<s>")), add_prefix_space=True
+        ("</s>", tokenizer.token_to_id("</s>")), ("<s>", tokenizer.token_to_id("<s>")), add_prefix_space=True
     )
     return tokenizer
 
@@ -147,7 +147,7 @@ ZOO: dict[str, Callable[[], Tokenizer]] = {
 }
 
 EXACT = [name for name in ZOO if name not in ("unigram, NFKC", "unigram", "wordpiece", "byte-level, NFC", "byte-level, added words")]
-"""Tokenizers that can spell every text."""
+"""Tokenizers that can spell every text, but for `▁`, which SentencePiece reads as a space."""
 
 
 @functools.cache
