@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from safe_llm.errors import ConfigError, UnknownNameError
+from safe_llm.types import SamplingParams
 
 __all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "preset"]
 
@@ -73,7 +74,7 @@ class MemberConfig(_Strict):
     @property
     def display_name(self) -> str:
         """The member's name: `name`, else the last part of `model` without `.gguf`."""
-        return self.name or Path(self.model.rstrip("/")).name.removesuffix(".gguf")
+        return self.name or Path(self.model.rstrip("/")).name.removesuffix(".gguf") or self.model
 
 
 class EnsembleConfig(_Strict):
@@ -123,8 +124,9 @@ class EnsembleConfig(_Strict):
             )
         if any(not math.isfinite(weight) or weight <= 0 for weight in self.weights):
             raise ConfigError(f"weights must be positive and finite, got {list(self.weights)}")
-        total = sum(self.weights)
-        return tuple(weight / total for weight in self.weights)
+        largest = max(self.weights)
+        total = sum(weight / largest for weight in self.weights)
+        return tuple(weight / largest / total for weight in self.weights)
 
     def updated(self, values: Mapping[str, Any]) -> EnsembleConfig:
         """Return a copy with `values` that are not None replaced, validated."""
@@ -155,7 +157,11 @@ class EnsembleSpec(_Strict):
             data["verifiers"] = tuple(MemberConfig(**v) if isinstance(v, Mapping) else v for v in data["verifiers"])
         if isinstance(data.get("ensemble"), Mapping):
             data["ensemble"] = EnsembleConfig(**data["ensemble"])
-        return cls(**data)
+        if isinstance(data.get("sampling"), Mapping):
+            SamplingParams.of(data["sampling"])
+        spec = cls(**data)
+        spec.ensemble.normalized_weights(len(spec.members))
+        return spec
 
     @classmethod
     def from_toml(cls, path: str | Path) -> EnsembleSpec:

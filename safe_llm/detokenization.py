@@ -12,7 +12,8 @@ class TextStream:
     """Turns an answer's bytes into text that is final as soon as it is returned.
 
     A character is returned when it is complete; bytes that are not UTF-8 become U+FFFD. The longest end of the text
-    that may still become a stop string is held back.
+    that may still become a stop string is held back. Of several stop strings the one that is complete first counts,
+    so the text does not depend on how its bytes were cut.
 
     Attributes:
         stopped: Whether a stop string was found. The text ends right before its first occurrence; bytes fed
@@ -26,6 +27,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self._raw = bytearray()  # the bytes of `_held`, and those of an incomplete character
         self._released_bytes = 0
 
     def feed(self, data: bytes) -> str:
@@ -33,6 +35,7 @@ class TextStream:
         if self.stopped:
             return ""
         self.num_bytes += len(data)
+        self._raw += data
         return self._release(self._decoder.decode(data))
 
     def finish(self) -> str:
@@ -45,17 +48,26 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         pending = self._held + text
-        found = [at for stop in self._stop if (at := pending.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := pending.find(stop)) >= 0]
         if found:
             self.stopped = True
-            self._held = ""
-            self.num_bytes = self._released_bytes + len(pending[: min(found)].encode("utf-8"))
-            return pending[: min(found)]
+            released, self._held = pending[: min(found)[1]], ""
+            self.num_bytes = self._released_bytes + _num_bytes(self._raw, released)
+            return released
         keep = max((_overlap(pending, stop) for stop in self._stop), default=0)
-        released = pending[: len(pending) - keep]
-        self._held = pending[len(pending) - keep :]
-        self._released_bytes += len(released.encode("utf-8"))
+        released, self._held = pending[: len(pending) - keep], pending[len(pending) - keep :]
+        count = _num_bytes(self._raw, released)
+        self._released_bytes += count
+        del self._raw[:count]
         return released
+
+
+def _num_bytes(raw: bytearray, text: str) -> int:
+    """How many of the first bytes of `raw` were read as `text`, with U+FFFD for what is not UTF-8."""
+    plain = text.encode("utf-8")
+    if raw.startswith(plain):
+        return len(plain)
+    return next(n for n in range(len(raw), 0, -1) if raw[:n].decode("utf-8", errors="replace") == text)
 
 
 def _overlap(text: str, stop: str) -> int:

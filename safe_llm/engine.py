@@ -20,10 +20,11 @@ from safe_llm.alignment import Alignment
 from safe_llm.config import EnsembleConfig
 from safe_llm.drafting import Draft, DraftTask, draft
 from safe_llm.errors import ConfigError
+from safe_llm.events import Timings, added
 from safe_llm.member import Member
 from safe_llm.methods import make_method
 from safe_llm.methods.base import Method
-from safe_llm.row import Row
+from safe_llm.row import Committed, Row
 from safe_llm.types import FinishDetail
 from safe_llm.verification import Track, VerifyTask, align, score, walk
 
@@ -80,7 +81,6 @@ class Engine:
         for member, prompt in zip(self.members, prompts, strict=True):
             member.check_prompt(prompt)
         encoded = self._clock()
-        row.phases["tokenize_s"] += encoded - started
         row.forwards_before = {member.name: member.backend.num_forwards for member in self.members}
         try:
             for member, prompt in zip(self.members, prompts, strict=True):
@@ -93,7 +93,7 @@ class Engine:
         except BaseException:
             self.leave(row)
             raise
-        row.phases["prefill_s"] += self._clock() - encoded
+        row.spent = Timings(tokenize_s=encoded - started, prefill_s=self._clock() - encoded)
 
     def leave(self, row: Row) -> None:
         """Free the row's caches, whatever state it is in."""
@@ -120,7 +120,7 @@ class Engine:
         marks.append(self._clock())
         for number, verifier in enumerate(self.verifiers):
             score(verifier, number, [task for task in tasks if task.error is None])
-        merging = 0.0
+        committed: list[tuple[Row, Committed]] = []
         for row, task in zip(rows, tasks, strict=True):
             if task.error is not None or not task.keys:
                 row.error, row.finished = task.error, None if task.error else FinishDetail.CONTEXT
@@ -134,10 +134,9 @@ class Engine:
                 threshold=self.config.consensus_threshold,
                 clock=self._clock,
             )
-            merging += verdict.ensemble_s
-            row.commit(task.draft, verdict, self.drafter, self._reason(row), self._clock())
+            committed.append((row, row.commit(task.draft, verdict, self.drafter, self._clock())))
         marks.append(self._clock())
-        self._charge(rows, marks, merging)
+        self._report(committed, marks)
         for row in rows:
             if row.finished is not None:
                 row.finish(self.members, self._clock())
@@ -226,11 +225,17 @@ class Engine:
             return "rejected"
         return "every-token" if self.config.mode == "every-token" else "no-consensus"
 
-    @staticmethod
-    def _charge(rows: Sequence[Row], marks: Sequence[float], merging: float) -> None:
+    def _report(self, committed: Sequence[tuple[Row, Committed]], marks: Sequence[float]) -> None:
+        """Charge the round's phases to every row, since all of them waited for it, and emit their events."""
         drafting, tokenizing, verifying = (b - a for a, b in itertools.pairwise(marks))
-        for row in rows:
-            row.phases["draft_s"] += drafting
-            row.phases["tokenize_s"] += tokenizing
-            row.phases["verify_s"] += verifying - merging
-            row.phases["ensemble_s"] += merging
+        merging = sum(done.verdict.ensemble_s for _, done in committed)
+        took = Timings(
+            draft_s=drafting,
+            tokenize_s=tokenizing,
+            verify_s=verifying - merging,
+            ensemble_s=merging,
+            total_s=marks[-1] - marks[0],
+        )
+        for row, done in committed:
+            row.spent = added(row.spent, took)
+            row.report(done, self._reason(row), took)

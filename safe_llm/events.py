@@ -8,7 +8,7 @@ made visible after it, then one `GenerationFinished`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -26,6 +26,7 @@ __all__ = [
     "RoundFinished",
     "TextDelta",
     "Timings",
+    "added",
 ]
 
 
@@ -139,7 +140,7 @@ class RoundFinished:
         decisions: One per drafted token up to the one that ended the round; later ones were dropped unseen.
         num_draft_tokens: How many tokens were drafted.
         committed: Bytes that were committed.
-        timings: What the round took, whole batch.
+        timings: What the round took, whole batch; `ttft_s` and `num_tokens` are not filled.
     """
 
     index: int
@@ -224,6 +225,18 @@ class Timings:
         if self.ttft_s is None or self.num_tokens < 2:
             return None
         return (self.total_s - self.ttft_s) / (self.num_tokens - 1)
+
+
+def added(one: Timings, other: Timings) -> Timings:
+    """Return the sum of two times' phases, the rest from `one`."""
+    return replace(
+        one,
+        tokenize_s=one.tokenize_s + other.tokenize_s,
+        prefill_s=one.prefill_s + other.prefill_s,
+        draft_s=one.draft_s + other.draft_s,
+        verify_s=one.verify_s + other.verify_s,
+        ensemble_s=one.ensemble_s + other.ensemble_s,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

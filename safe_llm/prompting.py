@@ -130,10 +130,12 @@ class Prompter:
     _has_system: bool = field(init=False, default=True)
     _has_tool: bool = field(init=False, default=True)
     _has_calls: bool = field(init=False, default=True)
-    _spellings: _Spellings = field(init=False)
+    _own: _Spellings = field(init=False)
+    _typed: _Spellings = field(init=False)
 
     def __post_init__(self) -> None:
-        self._spellings = _Spellings(self.vocabulary.control_ids)
+        self._own = _Spellings(self.vocabulary.control_ids)
+        self._typed = _Spellings(self.vocabulary.control_ids, ignore_case=True)  # templates may change the case
         if self.template is None:
             self.notes = ("no chat template: conversations become a User/Assistant transcript",)
             return
@@ -204,7 +206,7 @@ class Prompter:
 
     def _marked(self, value: Any, separator: str) -> Any:
         if isinstance(value, str):
-            return self._spellings.broken(value, separator)
+            return self._typed.broken(value, separator)
         if isinstance(value, dict):
             return {self._marked(k, separator): self._marked(v, separator) for k, v in value.items()}
         if isinstance(value, list):
@@ -214,7 +216,7 @@ class Prompter:
     def _encode_rendered(self, rendered: str, separator: str) -> list[int]:
         parts: list[str] = []
         done = 0
-        for start, end in self._spellings.found(rendered):
+        for start, end in self._own.found(rendered):
             if start >= done:
                 parts += (rendered[done:start], self.vocabulary.control_names[rendered[start:end]])
                 done = end
@@ -234,30 +236,32 @@ class Prompter:
 class _Spellings:
     """Finds control tokens in a text, at a cost that does not grow with their number (Gemma has thousands)."""
 
-    def __init__(self, spellings: Iterable[str]) -> None:
+    def __init__(self, spellings: Iterable[str], *, ignore_case: bool = False) -> None:
+        self._fold = str.lower if ignore_case else str
+        # a single character cannot be broken
+        self._texts = frozenset(self._fold(text) for text in spellings if len(text) > 1)
         self._lengths: dict[str, set[int]] = {}
-        self._prefixes: set[str] = set()
-        for text in spellings:
+        for text in self._texts:
             self._lengths.setdefault(text[:2], set()).add(len(text))
-            self._prefixes.update(text[:n] for n in range(1, len(text)))
-        self._texts = frozenset(spellings)
+        self._prefixes = {text[:n] for text in self._texts for n in range(1, len(text))}
         self._longest = max(map(len, self._texts), default=0)
-        self._starts = re.compile(f"(?={'|'.join(map(re.escape, self._lengths))})") if self._texts else None
+        starts = "|".join(map(re.escape, self._lengths)) or "(?!)"
+        self._starts = re.compile(f"(?={starts})", re.IGNORECASE if ignore_case else 0)
 
     def found(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield start and end of the longest control token at each place where one starts, overlapping ones too."""
-        for match in self._starts.finditer(text) if self._starts else ():
+        for match in self._starts.finditer(text):
             start = match.start()
-            lengths = self._lengths[text[start : start + 2]]
-            ends = [start + n for n in lengths if text[start : start + n] in self._texts]
+            lengths = self._lengths.get(self._fold(text[start : start + 2]), ())
+            ends = [start + n for n in lengths if self._fold(text[start : start + n]) in self._texts]
             if ends:
                 yield start, max(ends)
 
     def broken(self, text: str, separator: str) -> str:
         """Put `separator` behind the first character of every control token, whole or begun at the end of the text."""
-        starts = [start for start, _ in self.found(text)]
+        starts = {start for start, _ in self.found(text)}
         tail = range(max(0, len(text) - self._longest + 1), len(text))
-        starts += [start for start in tail if text[start:] in self._prefixes and start not in starts]
+        starts |= {start for start in tail if self._fold(text[start:]) in self._prefixes}
         parts: list[str] = []
         done = 0
         for start in sorted(starts):

@@ -26,9 +26,26 @@ from safe_llm.member import Member, Session
 from safe_llm.types import FinishDetail, GenerationRequest, TokenLogprob, Usage
 from safe_llm.verification import Track, Verdict
 
-__all__ = ["PHASES", "Row"]
+__all__ = ["Committed", "Row"]
 
-PHASES = ("tokenize_s", "prefill_s", "draft_s", "verify_s", "ensemble_s")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a round did to one row.
+
+    Attributes:
+        verdict: The verdict.
+        num_draft_tokens: How many tokens were drafted.
+        num_tokens: How many were committed, END included.
+        data: Their bytes.
+        text: The text that became final.
+    """
+
+    verdict: Verdict
+    num_draft_tokens: int
+    num_tokens: int
+    data: bytes
+    text: str
 
 
 @dataclass(slots=True)
@@ -48,6 +65,9 @@ class Row:
         events: Events that nobody has taken yet.
         finished: Why the answer ended; None while it runs.
         error: Why the row failed, if it did.
+        seed: What sampling was seeded with; None when greedy.
+        spent: Seconds per phase so far.
+        forwards_before: The members' forward passes when the row joined.
     """
 
     request: GenerationRequest
@@ -63,7 +83,7 @@ class Row:
     finished: FinishDetail | None = None
     error: BaseException | None = None
     seed: int | None = None
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    spent: Timings = field(default_factory=Timings)
     forwards_before: dict[str, int] = field(default_factory=dict)
     _rng: np.random.Generator | None = None
     _stream: TextStream = field(init=False)
@@ -97,43 +117,79 @@ class Row:
 
     # ------------------------------------------------------------------ commit
 
-    def commit(self, draft: Draft, verdict: Verdict, member: Member, reason: str, now: float) -> None:
+    def commit(self, draft: Draft, verdict: Verdict, member: Member, now: float) -> Committed:
         """Append what a round decided, token by token, up to the first thing that ends the answer.
 
         Args:
             draft: The draft.
             verdict: What verification made of it.
             member: The drafter.
-            reason: Why the ensemble acts, where it does.
             now: Clock.
         """
-        before = len(self.text)
-        self.stable = len(self.ids)
-        pieces = [*draft.ids[: verdict.num_accepted], *self._replacement(member, verdict)]
-        delta: list[str] = []
-        committed = 0
-        for number, token_id in enumerate(pieces):
-            committed += 1
+        before, self.stable = len(self.text), len(self.ids)
+        text, count = "", 0
+        for token_id in [*draft.ids[: verdict.num_accepted], *self._replacement(member, verdict)]:
             # only the first piece of a replacement stands where the drafter was asked
-            self._log(member, draft, number, token_id, known=number <= verdict.num_accepted)
+            self._log(member, draft, count, token_id, known=count <= verdict.num_accepted)
+            count += 1
             if member.vocabulary.is_end(token_id):
                 self.finished = FinishDetail.END
                 break
             surface = member.vocabulary.surface(token_id)
             self.ids.append(token_id)
             self.text += surface
-            delta.append(self._stream.feed(surface))
+            text += self._stream.feed(surface)
             if self._stream.stopped:
                 self.finished = FinishDetail.STOP_STRING
                 break
-            if self._num_tokens + committed >= self.request.sampling.max_tokens:
+            if self._num_tokens + count >= self.request.sampling.max_tokens:
                 self.finished = FinishDetail.MAX_TOKENS
                 break
-        self._count(draft, verdict, committed)
+        self._count(draft, verdict, count)
         if self._ttft_s is None:
             self._ttft_s = now - self.submitted_s
-        self._report(draft, verdict, committed, before, reason)
-        self._emit_text("".join(delta))
+        return Committed(
+            verdict=verdict,
+            num_draft_tokens=len(draft.ids),
+            num_tokens=count,
+            data=bytes(self.text[before:]),
+            text=text,
+        )
+
+    def report(self, committed: Committed, reason: str, timings: Timings) -> None:
+        """Emit a round's events: the ensemble point if there was one, the round, the text it made visible.
+
+        Args:
+            committed: What the round did.
+            reason: Why the ensemble acts, where it does.
+            timings: What the round took.
+        """
+        verdict = committed.verdict
+        decided = verdict.decisions[: committed.num_tokens]
+        if verdict.merged is not None and len(decided) == len(verdict.decisions):
+            last = decided[-1]
+            point = EnsemblePoint(
+                index=self.index,
+                position=last.position,
+                byte_offset=last.byte_offset,
+                drafted=last.token,
+                chosen=verdict.merged.chosen,
+                reason=reason,
+                probabilities=last.probabilities,
+                candidates=verdict.merged.candidates,
+            )
+            self._points.append(point)
+            self.events.append(point)
+        self.events.append(
+            RoundFinished(
+                index=self.index,
+                decisions=decided,
+                num_draft_tokens=committed.num_draft_tokens,
+                committed=committed.data,
+                timings=timings,
+            )
+        )
+        self._emit_text(committed.text)
 
     @staticmethod
     def _replacement(member: Member, verdict: Verdict) -> list[int]:
@@ -166,36 +222,6 @@ class Row:
         self._outcomes.update(d.outcome.value for d in decided)
         self._num_tokens += committed
 
-    def _report(self, draft: Draft, verdict: Verdict, committed: int, before: int, reason: str) -> None:
-        decided = verdict.decisions[:committed]
-        if verdict.merged is not None and len(decided) == len(verdict.decisions):
-            last = decided[-1]
-            point = EnsemblePoint(
-                index=self.index,
-                position=last.position,
-                byte_offset=last.byte_offset,
-                drafted=last.token,
-                chosen=verdict.merged.chosen,
-                reason=reason,
-                probabilities=last.probabilities,
-                candidates=verdict.merged.candidates,
-            )
-            self._points.append(point)
-            self.events.append(point)
-        self.events.append(
-            RoundFinished(
-                index=self.index,
-                decisions=decided,
-                num_draft_tokens=len(draft.ids),
-                committed=bytes(self.text[before:]),
-                timings=self._timings(),
-            )
-        )
-
-    def _timings(self) -> Timings:
-        phases = Timings(ttft_s=self._ttft_s, num_tokens=self._num_tokens)
-        return replace(phases, **self.phases)  # type: ignore[arg-type]
-
     def _emit_text(self, text: str) -> None:
         if text:
             self._answer.append(text)
@@ -221,8 +247,8 @@ class Row:
             ),
             points=points,
             counters=self._counters(members),
-            timings=Timings(
-                **self.phases,
+            timings=replace(
+                self.spent,
                 total_s=now - self.submitted_s,
                 ttft_s=self._ttft_s,
                 num_tokens=self._num_tokens,

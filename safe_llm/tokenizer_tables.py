@@ -189,18 +189,22 @@ def private_names(control: Iterable[str]) -> dict[str, str]:
 def plain_tokenizer(spec: Spec, renamed: Mapping[str, str], *, prefix: bool) -> Tokenizer:
     """A copy of the tokenizer that knows control tokens only by their private names and adds nothing.
 
-    They keep their place and their flags, so all ids stay as they are, and so does what is cut next to them.
+    They keep their place and their flags, so all ids stay as they are, and so does what is cut next to them; but they
+    need not stand alone, since a private name is always meant.
     """
     model = dict(spec["model"])
     if model["type"] == "Unigram":
         model["vocab"] = [[renamed.get(text, text), score] for text, score in model["vocab"]]
     else:
+        if model.get("merges") and not renamed.keys().isdisjoint(model["vocab"]):
+            model["merges"] = _merges_without(renamed, model["merges"])
         model["vocab"] = {renamed.get(text, text): i for text, i in model["vocab"].items()}
-        if "merges" in model:
-            model["merges"] = [merge for merge in model["merges"] if renamed.keys().isdisjoint(_merge_texts(merge))]
         if model.get("unk_token") in renamed:
             model["unk_token"] = renamed[model["unk_token"]]
-    added = [token | {"content": renamed.get(token["content"], token["content"])} for token in spec["added_tokens"]]
+    added = [
+        token | {"content": renamed[token["content"]], "single_word": False} if token["content"] in renamed else token
+        for token in spec["added_tokens"]
+    ]
     plain = spec | {
         "model": model,
         "added_tokens": added,
@@ -214,10 +218,10 @@ def plain_tokenizer(spec: Spec, renamed: Mapping[str, str], *, prefix: bool) -> 
     return Tokenizer.from_str(json.dumps(plain))
 
 
-def _merge_texts(merge: str | list[str]) -> tuple[str, str, str]:
-    """The two tokens that a merge joins, and what it makes of them."""
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right, left + right
+def _merges_without(tokens: Collection[str], merges: list[Any]) -> list[Any]:
+    """The merges that neither use nor make one of `tokens`; older files write a merge as one string."""
+    pairs = [merge.split(" ") for merge in merges] if isinstance(merges[0], str) else merges
+    return [pair for pair in pairs if not (pair[0] in tokens or pair[1] in tokens or pair[0] + pair[1] in tokens)]
 
 
 def has_prefix(spec: Spec) -> bool:

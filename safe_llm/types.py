@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -52,11 +54,68 @@ class FinishDetail(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call of a tool by the assistant. `arguments` is the decoded JSON object."""
+    """One call of a tool by the assistant.
+
+    Attributes:
+        name: The tool's name.
+        arguments: The decoded JSON object.
+        id: What its result refers to.
+
+    Raises:
+        PromptError: A name or an id that is not text, arguments that are not JSON, a lone surrogate.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
+
+    def __post_init__(self) -> None:
+        check_text(self.name, "the name of a tool call")
+        check_text(self.id, "the id of a tool call")
+        if not isinstance(self.arguments, Mapping):
+            raise PromptError(f"arguments of a tool call must be a mapping, got {type(self.arguments).__name__}")
+        object.__setattr__(self, "arguments", _plain_json(self.arguments, "an argument of a tool call"))
+
+    @classmethod
+    def of(cls, value: ToolCall | Mapping[str, Any]) -> ToolCall:
+        """Return `value` as a ToolCall; a mapping may also have the OpenAI form, with a `function` in it."""
+        if isinstance(value, ToolCall):
+            return value
+        if not isinstance(value, Mapping):
+            raise PromptError(f"a tool call must be a ToolCall or a mapping, got {type(value).__name__}")
+        values = {key: item for key, item in value.items() if item is not None}
+        if isinstance(values.get("function"), Mapping):
+            values |= values.pop("function")
+            values.pop("type", None)
+        known = {field.name for field in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise UnknownNameError("tool call field", str(key), known)
+        if "name" not in values:
+            raise PromptError("a tool call needs a 'name'")
+        arguments = values.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                raise PromptError("arguments of a tool call are not valid JSON") from None
+        return cls(**{**values, "arguments": arguments})
+
+
+def _plain_json(value: object, what: str) -> Any:
+    """Return a copy of dicts and lists only, all of whose leaves are JSON values."""
+    if isinstance(value, str):
+        check_text(value, what)
+        return value
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise PromptError(f"{what} has a key that is not a str")
+        return {_plain_json(key, what): _plain_json(item, what) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain_json(item, what) for item in value]
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise PromptError(f"{what} is not a JSON value: {type(value).__name__}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +136,17 @@ class Message:
         if self.role not in get_args(Role):
             raise PromptError(f"unknown role {self.role!r}", hint=f"roles are {', '.join(get_args(Role))}")
         check_text(self.content, f"content of a {self.role} message")
+        for text, what in ((self.name, "name"), (self.tool_call_id, "tool_call_id")):
+            if text is not None:
+                check_text(text, f"{what} of a {self.role} message")
 
     @classmethod
     def of(cls, value: Message | Mapping[str, Any]) -> Message:
-        """Return `value` as a Message; a mapping must have `role` and `content` and nothing unknown."""
+        """Return `value` as a Message.
+
+        A mapping must have a `role` and nothing unknown. Its `content` is text, None, or a list of text parts as of
+        OpenAI (`{"type": "text", "text": ...}`), which are joined.
+        """
         if isinstance(value, Message):
             return value
         if not isinstance(value, Mapping):
@@ -92,10 +158,27 @@ class Message:
         if "role" not in value:
             raise PromptError("a message needs a 'role'", hint="roles are system, user, assistant, tool")
         values = dict(value)
-        values["content"] = values.get("content") or ""
+        values["content"] = _joined(values.get("content"))
         calls = values.get("tool_calls") or ()
-        values["tool_calls"] = tuple(c if isinstance(c, ToolCall) else ToolCall(**c) for c in calls)
+        if isinstance(calls, (str, Mapping)) or not isinstance(calls, Sequence):
+            raise PromptError(f"tool_calls must be a list, got {type(calls).__name__}")
+        values["tool_calls"] = tuple(map(ToolCall.of, calls))
         return cls(**values)
+
+
+def _joined(content: Any) -> Any:
+    """Text of a message's content: None is empty, text parts are joined; anything else is left to be refused."""
+    if content is None:
+        return ""
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts: list[Any] = []
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type", "text") != "text":
+            raise PromptError(f"a message has a part of type {part['type']!r}", hint="members read text only")
+        texts.append(part.get("text") if isinstance(part, Mapping) else part)
+        check_text(texts[-1], "a text part of a message")
+    return "".join(texts)
 
 
 Prompt = str | Sequence[Message | Mapping[str, Any]]
@@ -124,7 +207,8 @@ class SamplingParams:
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: Nucleus mass in (0, 1].
         seed: Makes sampling reproducible; None draws one.
-        stop: Strings that end the answer; the answer is cut before the first match. A str counts as one.
+        stop: Strings that end the answer; the answer is cut before the first match. A str counts as one. At most 64
+            strings of at most 1024 characters.
         min_tokens: The end of the answer is not offered before this many tokens.
         logprobs: None, or how many of the drafter's best alternatives to report per token (0 to 20).
 
@@ -144,6 +228,8 @@ class SamplingParams:
         stop: Any = self.stop
         if stop is None:
             stop = ()
+        if not isinstance(stop, (str, list, tuple)):
+            raise ConfigError(f"stop must be a str or a list of str, got {type(stop).__name__}")
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)
@@ -179,7 +265,8 @@ def _check_int(name: str, value: object, low: int, high: int | None = None) -> N
 
 
 def _check_float(name: str, value: object, wanted: str, valid: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not valid(value):
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if not abs(number) <= sys.float_info.max or not valid(number):  # true for NaN too
         raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import operator
 import re
 import threading
 from bisect import bisect_left, bisect_right
@@ -56,10 +57,13 @@ class Pieces:
     Attributes:
         ids: Token ids.
         ends: For each id the byte offset at which it ends, or NOT_EXACT.
+        heads: For each id whether it begins a stretch that the tokenizer cuts off before it looks for tokens (a word, a
+            group of digits): encoding from there on gives the same ids.
     """
 
     ids: list[int]
     ends: list[int]
+    heads: list[bool]
 
 
 class Vocabulary:
@@ -139,14 +143,17 @@ class Vocabulary:
         with self._lock:  # a Rust tokenizer shared by threads is not safe to rely on
             encoding = self._continuation.encode(text, add_special_tokens=False)
         ids = encoding.ids
+        words = encoding.word_ids
+        heads = list(map(operator.ne, words, itertools.chain((None,), words)))
         surfaces = [self.tokens[i] or b"" for i in ids]
         if b"".join(surfaces) == data and all(surfaces):
-            return Pieces(ids, list(itertools.accumulate(map(len, surfaces))))
-        return Pieces(ids, _exact_ends(text, encoding.offsets, surfaces))
+            return Pieces(ids, list(itertools.accumulate(map(len, surfaces))), heads)
+        return Pieces(ids, _exact_ends(text, encoding.offsets, surfaces), heads)
 
     def _encode_broken(self, data: bytes | bytearray) -> Pieces:
         ids: list[int] = []
         ends: list[int] = []
+        heads: list[bool] = []
         offset = 0
         follows_gap = False
         text = data.decode("utf-8", errors="surrogateescape")
@@ -157,6 +164,7 @@ class Vocabulary:
             if not _INVALID_UTF8.match(part):
                 pieces = self._encode_text(part, raw)
                 ids += pieces.ids
+                heads += pieces.heads
                 exact = [end if end == NOT_EXACT else end + offset for end in pieces.ends]
                 ends += [NOT_EXACT, *exact[1:]] if follows_gap and exact else exact
                 follows_gap = follows_gap and not exact
@@ -171,7 +179,8 @@ class Vocabulary:
             else:
                 follows_gap = True  # nothing stands for this byte: the next piece does not begin where the last ended
             offset += len(raw)
-        return Pieces(ids, ends)
+            heads += [True] * (len(ids) - len(heads))
+        return Pieces(ids, ends, heads)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Tokenize a prompt as the member's own tokenizer does, but without special tokens that it would add.

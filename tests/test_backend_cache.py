@@ -135,6 +135,17 @@ def test_cache_aligned_rows_and_equal_prompts_equal_uncached():
         assert_same(backend.forward(feeds), wanted)
 
 
+def test_cache_row_between_fed_rows_keeps_what_it_holds():
+    backend = tiny_backend("llama")
+    rows = [backend.open() for _ in range(3)]
+    texts = [[5, 6], [7, 8, 9, 10, 11], [12, 13]]
+    backend.forward([Feed(row=row, ids=text) for row, text in zip(rows, texts, strict=True)])
+    backend.forward([Feed(row=rows[0], ids=[3]), Feed(row=rows[2], ids=[4])])  # both at position 2
+    feeds = [Feed(row=row, ids=[6]) for row in rows]
+    wanted = [[5, 6, 3, 6], [7, 8, 9, 10, 11, 6], [12, 13, 4, 6]]
+    assert_same(backend.forward(feeds), [uncached(backend._model, text, 1) for text in wanted])
+
+
 def test_cache_grows_and_releases_its_memory():
     backend = tiny_backend("llama", max_context=100)
     cache = backend._cache
@@ -179,6 +190,23 @@ def test_cache_left_over_nan_does_not_reach_the_next_rows():
     late = [backend.open(), backend.open()]
     scores = backend.forward([Feed(row=rows[1], ids=[5]), *(Feed(row=row, ids=[6, 7]) for row in late)])
     assert_same(scores, [uncached(backend._model, t, 1) for t in ([3] * 12 + [4, 5], [6, 7], [6, 7])])
+
+
+def test_cache_left_over_nan_does_not_reach_the_row_that_moves_in():
+    backend = tiny_backend("llama")
+    weight = backend._model.get_input_embeddings().weight
+    poisoned, mover = backend.open(), backend.open()
+    good = weight[7].clone()
+    with torch.no_grad():
+        weight[7] = float("nan")
+    backend.forward([Feed(row=poisoned, ids=[7] * 20), Feed(row=mover, ids=[3, 4])])
+    with torch.no_grad():
+        weight[7] = good
+    backend.close(poisoned)
+    long = backend.open()
+    backend.forward([Feed(row=long, ids=[5] * 25)])
+    scores = backend.forward([Feed(row=long, ids=[8]), Feed(row=mover, ids=[6])])
+    assert_same(scores, [uncached(backend._model, text, 1) for text in ([5] * 25 + [8], [3, 4, 6])])
 
 
 class CacheMachine(RuleBasedStateMachine):

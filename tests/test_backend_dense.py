@@ -91,6 +91,15 @@ def test_dense_top_k_breaks_ties_by_the_lowest_id(rows, k):
     assert scores.top1()[0].tolist() == [row.index(max(row)) for row in rows]
 
 
+def test_dense_top_k_of_a_large_vocabulary_of_few_values():
+    # As bfloat16 logits are: thousands of ids share a value, and the library's own top-k takes any of them.
+    row = torch.randint(0, 4, (20000,), generator=torch.Generator().manual_seed(0)).tolist()
+    row[19999] = 9
+    ids = scores_of([row, row], dtype=torch.bfloat16).top_k([0, 1], 40)[0]
+    threes = [index for index, value in enumerate(row) if value == 3]
+    assert ids.tolist() == [[19999, *threes[:39]]] * 2
+
+
 def test_dense_top_k_of_a_row_with_nan_does_not_crash():
     row = [0.0] * 60
     row[40] = NAN

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ from safe_llm.testing.tokenizers import byte_level, metaspace, wordpiece
 from safe_llm.types import Message
 from safe_llm.vocabulary import Vocabulary
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\n' }}"
 TEXT = "The answer is 42,\tnaïve 日本."
 
 
@@ -172,13 +168,6 @@ def test_view_obeys_no_markup_and_no_control_characters(folders):
 def test_inspect_loads_no_weights(folders, monkeypatch):
     refuse_to_load(monkeypatch)
     assert run("inspect", "--drafter", str(folders["chat"]), "a").code == 0
-    code = (
-        "import sys; from safe_llm.cli import main;"
-        f" code = main(['inspect', '--drafter', {str(folders['chat'])!r}, 'a b']);"
-        " sys.exit(code or 'torch' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -191,7 +180,9 @@ def test_inspect_loads_no_weights(folders, monkeypatch):
         (["--drafter", "./missing", "a"], "./missing"),
     ],
 )
-def test_bad_input_of_inspect_is_one_error(args, message):
+def test_bad_input_of_inspect_is_one_error(monkeypatch, tmp_path, args, message):
+    monkeypatch.setenv("SAFE_LLM_HOME", str(tmp_path))
+    monkeypatch.setattr("safe_llm.models.fetch._build_demo", None)
     result = run("inspect", *args)
     assert (result.code, result.stdout) == (2, b"")
     assert message in result.error_lines[0]

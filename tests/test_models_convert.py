@@ -147,10 +147,15 @@ def test_configs_state_the_files_ids_only(tmp_path: Path) -> None:
 
 
 def test_conversion_is_silent_and_restores_the_logging(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
-    convert(tmp_path)
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.INFO)
+    try:
+        convert(tmp_path)
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(before)
+    assert logging.is_progress_bar_enabled()
     assert capfd.readouterr() == ("", "")
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
 
 
 def test_unknown_architecture_is_unsupported(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_sharded_folder_needs_every_shard(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"w": "model-1.safetensors", "v": "model-2.safetensors"}}))
     with pytest.raises(ModelCorruptError, match=r"model-2\.safetensors"):
         resolve_name("m")
+    (tmp_path / "outside.safetensors").write_bytes(safetensors())
     index.write_text(json.dumps({"weight_map": {"w": "../outside.safetensors"}}))
     with pytest.raises(ModelCorruptError, match=r"outside\.safetensors"):
         resolve_name("m")

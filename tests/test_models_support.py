@@ -42,6 +42,7 @@ def write_tiny_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(vocabulary))
+    writer.add_name("Tiny")
     writer.add_string("general.license", "mit")
     writer.add_tokenizer_model(model)
     if pre is not None:

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from safe_llm.errors import UnsupportedModelError
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram, wordpiece
+from safe_llm.tokenizer_tables import has_prefix
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
 from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, edited, llama3, prefix_space, stripping, tokenizer_of, vocabulary_of
 
@@ -157,6 +158,9 @@ def test_exact_tokenizers_spell_every_text(name, text):
     # A01, A03, A04, A05, A08, A09, A11, A24: no space gained or lost, no character changed
     vocabulary = vocabulary_of(name)
     ends = check_pieces(vocabulary, text.encode())
+    if vocabulary.kind == "sentencepiece" and "▁" in text:
+        assert NOT_EXACT in ends  # it reads the sign as a space
+        return
     assert NOT_EXACT not in ends
     assert b"".join(map(vocabulary.surface, vocabulary.encode(text.encode()).ids)) == text.encode()
 
@@ -166,7 +170,7 @@ def test_exact_tokenizers_spell_every_text(name, text):
 @given(parts=BROKEN)
 @example(parts=[b"\xf0\x9f", b"\x99\x82"])
 def test_pieces_spell_the_bytes_wherever_ends_are_exact(name, parts):
-    data = b"".join(parts)
+    data = b"".join(parts).replace("▁".encode(), b"").replace(b"<0x0A>", b"")  # pieces of SentencePiece, when typed
     vocabulary = vocabulary_of(name)
     ends = check_pieces(vocabulary, data)
     if name in EXACT:
@@ -174,22 +178,21 @@ def test_pieces_spell_the_bytes_wherever_ends_are_exact(name, parts):
         assert (ends[-1] if ends else 0) == len(data)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", ZOO)
 @settings(max_examples=25, deadline=None)
 @given(text=TEXTS)
 def test_ordinary_text_is_encoded_as_the_tokenizer_does(name, text):
-    # the private copy cuts text as the member's own tokenizer does, where that has no dummy prefix
-    if name in ("sentencepiece, dummy prefix", "metaspace, always", "metaspace, first", "byte-level, dummy prefix"):
-        return
     tokenizer, vocabulary = tokenizer_of(name), vocabulary_of(name)
     for control in vocabulary.control_ids:
         text = text.replace(control, "")
-    assert vocabulary.encode(text.encode()).ids == tokenizer.encode(text, add_special_tokens=False).ids
+    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    assert vocabulary.encode_prompt(text) == expected
+    if not has_prefix(json.loads(tokenizer.to_str())):
+        assert vocabulary.encode(text.encode()).ids == expected
 
 
 def test_whole_words_are_looked_up_before_merging():
     vocabulary = vocabulary_of("byte-level, ignore_merges")
-    assert [vocabulary.surface(i) for i in vocabulary.encode(b"an inimitable style").ids][-6:-5] != [b" inimitable "]
     assert b" inimitable" in [vocabulary.surface(i) for i in vocabulary.encode(b"an inimitable style").ids]
 
 
@@ -311,6 +314,7 @@ def test_bytes_that_nothing_spells_leave_no_false_boundary():
 @given(data=st.binary(min_size=1, max_size=12) | TEXTS.filter(bool).map(str.encode))
 def test_ids_of_spell_exactly_the_bytes(name, data):
     vocabulary = vocabulary_of(name)
+    data = data.replace("▁".encode(), b"")
     ids = vocabulary.ids_of(data)
     assert b"".join(map(vocabulary.surface, ids)) == data
     if data in vocabulary.ids:

@@ -72,7 +72,8 @@ class Scores(Protocol):
 
     def top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return the argmax id [N] and whether the position's scores are finite [N]: False if any logit is NaN or
-        +inf, or all are -inf."""
+        +inf, or all are -inf.
+        """
         ...
 
     def log_probs(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:

@@ -6,7 +6,7 @@ import re
 import sys
 
 from safe_llm.errors import ConfigError, PromptError
-from safe_llm.types import Message, Prompt
+from safe_llm.types import Message, Prompt, check_text
 
 __all__ = ["build_prompt", "decode", "read_text", "unescape"]
 
@@ -18,7 +18,7 @@ def read_text(argument: str | None, *, escape: bool) -> str:
     """Return the text that an argument stands for: itself, or for `-` all of stdin, which is never interpreted.
 
     Raises:
-        PromptError: There is none, it is empty, or stdin is not UTF-8.
+        PromptError: There is none, it is empty, or it is not valid Unicode.
         ConfigError: A bad escape.
     """
     if argument is None:
@@ -26,6 +26,7 @@ def read_text(argument: str | None, *, escape: bool) -> str:
     text = _read_stdin() if argument == "-" else unescape(argument) if escape else argument
     if not text:
         raise PromptError("the prompt is empty", hint="give at least one character")
+    check_text(text, "the prompt")
     return text
 
 

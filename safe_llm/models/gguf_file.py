@@ -16,10 +16,10 @@ from typing import Any
 
 from safe_llm.errors import ModelCorruptError, UnsupportedModelError
 
-__all__ = ["BYTE", "CONTROL", "UNUSED", "USER_DEFINED", "GgufFile", "read_gguf"]
+__all__ = ["CONTROL", "UNUSED", "GgufFile", "read_gguf"]
 
-CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
-"""Values of `tokenizer.ggml.token_type`."""
+CONTROL, UNUSED = 3, 5
+"""Values of `tokenizer.ggml.token_type` for control tokens and for placeholders without a text."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
