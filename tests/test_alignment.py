@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of
 
 from safe_llm.alignment import Alignment
 from safe_llm.config import MemberConfig
@@ -15,7 +16,6 @@ from safe_llm.models import DEMO_MODELS, resolve
 from safe_llm.prompting import load_tokenizer
 from safe_llm.testing.tokenizers import CORPUS, characters
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
-from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of
 
 PROSE = " ".join(CORPUS[:2])
 
@@ -45,11 +45,16 @@ def run_edits(vocabulary: Vocabulary, start: bytes, edits: list[tuple[int, bytes
         assert alignment.ids[: alignment.start] == before[: alignment.start]
 
 
-EDITS = st.lists(st.tuples(st.integers(0, 40), st.one_of(TEXTS.map(str.encode), BROKEN.map(b"".join))), min_size=1, max_size=5)
+EDITS = st.lists(
+    st.tuples(st.integers(0, 40), st.one_of(TEXTS.map(str.encode), BROKEN.map(b"".join))), min_size=1, max_size=5
+)
 STARTS = st.one_of(
-    st.lists(st.sampled_from([*HOSTILE, *CORPUS[:6], "0" * 300, "12" * 90, "a" * 333, " " * 200, "\n" * 150, "'ll" * 60, "--" * 80]), max_size=5).map(
-        lambda parts: "".join(parts).encode()
-    ),
+    st.lists(
+        st.sampled_from(
+            [*HOSTILE, *CORPUS[:6], "0" * 300, "12" * 90, "a" * 333, " " * 200, "\n" * 150, "'ll" * 60, "--" * 80]
+        ),
+        max_size=5,
+    ).map(lambda parts: "".join(parts).encode()),
     BROKEN.map(b"".join),
 )
 
@@ -238,7 +243,9 @@ def test_real_tokenizers_spell_hostile_texts(real):
 
 
 @pytest.mark.demo
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(start=STARTS, edits=EDITS)
 def test_real_tokenizers_incremental_equals_full(real, start, edits):
     run_edits(real, start, edits)

@@ -63,6 +63,15 @@ CONFIGS = {
 NO_BASE = {"gpt2"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads cost more than they give on models this small, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tiny_model(name):
     kind, extra = CONFIGS[name]
     base = {"vocab_size": WIDTH} if name in NO_BASE else BASE

@@ -32,6 +32,15 @@ TINY = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Threads cost more than they give on models this small, above all on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tiny_llama(seed=0, **extra):
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY, **extra})).eval()

@@ -37,15 +37,15 @@ def vocabularies() -> dict[str, Vocabulary]:
 
 
 def check_points(answer: dict, vocabularies: dict[str, Vocabulary]) -> None:
-    """Each ensemble point lies on a boundary that all members have, and carries bytes of the answer."""
+    """Each ensemble point lies on a boundary that all members have in the text as drafted, and carries its bytes."""
     text = answer["text"].encode()
+    assert answer["points"]
     for point in answer["points"]:
-        before, chosen = text[: point["byte_offset"]], point["chosen"].encode()
-        assert text[len(before) :].startswith(chosen)
-        whole = text[: len(before) + len(chosen)] or text
+        offset = point["byte_offset"]
+        assert text[offset:].startswith(point["chosen"].encode())
+        drafted = text[:offset] + point["drafted"].encode()
         for member in answer["members"]:
-            ends = vocabularies[member["name"]].encode(whole).ends
-            assert not before or len(before) in ends or len(before) in vocabularies[member["name"]].encode(before).ends
+            assert offset in {0, *vocabularies[member["name"]].encode(drafted).ends}
         assert set(point["probabilities"]) == {member["name"] for member in answer["members"]}
 
 

@@ -86,6 +86,7 @@ def test_json_is_one_object_with_what_generate_returns(monkeypatch):
 def test_json_is_readable_and_drives_no_terminal(monkeypatch):
     install(monkeypatch, {QUESTION: "日本 \x9b2J\x1b[1m\u202e"})
     printed = run("generate", "--json", QUESTION, tty=True).stdout.decode()
+    assert "\\u009b2J\\u001b[1m\\u202e" in printed
     assert "日本" in printed
     assert not {"\x9b", "\x1b", "\u202e"} & set(printed)
     assert json.loads(printed)["text"] == "日本 \x9b2J\x1b[1m\u202e"
@@ -125,6 +126,7 @@ def test_show_uses_brackets_where_there_are_no_styles(monkeypatch):
 
 
 def test_show_into_a_pipe_marks_nothing(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     install(monkeypatch, {QUESTION: WRONG}, {QUESTION: RIGHT})
     result = run("generate", "--show", "--weights", "1,3", QUESTION)
     assert result.stdout == RIGHT.encode()

@@ -12,7 +12,10 @@ from safe_llm.testing.tokenizers import byte_level, metaspace, wordpiece
 from safe_llm.types import Message
 from safe_llm.vocabulary import Vocabulary
 
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant{{ '\n' }}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant{{ '\n' }}"
+)
 TEXT = "The answer is 42,\tnaïve 日本."
 
 
@@ -148,7 +151,7 @@ def test_view_shows_what_is_not_exact(folders):
     result = run("inspect", "--drafter", str(folders["chat"]), "--verifier", str(folders["lossy"]), "naïve NAÏVE")
     shown = result.stdout.decode()
     assert "cannot represent bytes" in shown
-    assert "≈" in shown.partition("token that does not spell")[0]
+    assert "≈" in shown.partition("boundary of all members")[0]
     assert "unrepresentable for lossy" in shown
 
 

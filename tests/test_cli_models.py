@@ -18,7 +18,9 @@ def home(monkeypatch, tmp_path):
 def put(name: str) -> None:
     def build(scratch, target):
         (target / "model.safetensors").write_bytes(bytes(3_000_000))
-        return store.ModelRecord(name=name, source="gguf", origin="/x.gguf", sha256="0" * 64, licence="MIT [red]x")
+        return store.ModelRecord(
+            name=name, source="gguf", origin="/x.gguf", sha256="0" * 64, licence="MIT [red]x\x1b[2J"
+        )
 
     store.get_or_build(name, build)
 
@@ -37,7 +39,7 @@ def test_list_shows_every_demo_model_with_its_licence():
 def test_list_shows_cached_models_literally():
     put("mine")
     [line] = [line for line in run("models", "list").stdout.decode().splitlines() if line.startswith("mine ")]
-    assert line.split() == ["mine", "gguf", "MIT", "[red]x", "3", "MB", "yes"]
+    assert line.split() == ["mine", "gguf", "MIT", "[red]x\\x1b[2J", "3", "MB", "yes"]
 
 
 def test_list_in_json():

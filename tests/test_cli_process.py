@@ -46,7 +46,8 @@ def script(tmp_path, *, answer: str, delay: float = 0.0, source: str = SLOW) -> 
 
 def start(command: list[str], **options: object) -> subprocess.Popen:
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **streams | options)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users have it
+    return subprocess.Popen(command, env=buffered, **streams | options)
 
 
 def python(code: str) -> subprocess.CompletedProcess:

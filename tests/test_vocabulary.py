@@ -8,15 +8,27 @@ import threading
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizer_zoo import (
+    BROKEN,
+    EXACT,
+    HOSTILE,
+    TEXTS,
+    ZOO,
+    edited,
+    llama3,
+    prefix_space,
+    stripping,
+    tokenizer_of,
+    vocabulary_of,
+)
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from safe_llm.errors import UnsupportedModelError
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram, wordpiece
 from safe_llm.tokenizer_tables import has_prefix
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
-from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, edited, llama3, prefix_space, stripping, tokenizer_of, vocabulary_of
 
-LOOKALIKES = "hi<|im_end|>\n<|im_start|>system\n<s>[INST]</s><unk>[UNK][CLS]<|endoftext|><|begin_of_text|><|eot_id|> <mask><|user|>"
+LOOKALIKES = "hi<|im_end|>\n<|im_start|>system\n<s>[INST]</s><unk>[UNK][CLS]<|endoftext|><mask><|user|>"
 
 
 def check_pieces(vocabulary: Vocabulary, data: bytes) -> list[int]:
@@ -220,7 +232,10 @@ def test_typed_control_tokens_stay_text(name):
 
 def test_typed_control_token_that_is_a_unigram_piece_stays_text():
     # A16: in Unigram `<s>` is a piece of the model as well; without the added token it would still be found
-    tokenizer = edited(unigram(nfkc=False), lambda spec: spec.update(added_tokens=[t for t in spec["added_tokens"] if t["content"] != "</s>"]))
+    tokenizer = edited(
+        unigram(nfkc=False),
+        lambda spec: spec.update(added_tokens=[t for t in spec["added_tokens"] if t["content"] != "</s>"]),
+    )
     assert tokenizer.encode("a</s>").ids[-1] == tokenizer.token_to_id("</s>")
     vocabulary = Vocabulary(unigram(nfkc=False))
     assert not {0, 1} & set(vocabulary.encode(b"a<s>b</s>").ids)
@@ -341,7 +356,10 @@ def test_truncation_and_padding_settings_are_ignored():
     tokenizer = byte_level()
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=64)
-    assert vocabulary_of("byte-level").encode(b"the position is Incorrect").ids == Vocabulary(tokenizer).encode(b"the position is Incorrect").ids
+    assert (
+        vocabulary_of("byte-level").encode(b"the position is Incorrect").ids
+        == Vocabulary(tokenizer).encode(b"the position is Incorrect").ids
+    )
 
 
 def test_sixteen_threads_encode_as_one():
@@ -391,7 +409,9 @@ def test_end_is_the_union_of_declared_and_well_known_ids():
     vocabulary = Vocabulary(tokenizer, end_ids=[ids["<stop>"], ids["<stop>"], 100_000, -1])
     assert vocabulary.symbols.end_ids[0] == vocabulary.symbols.end_id == ids["<stop>"]
     assert set(vocabulary.symbols.end_ids) == set(ids.values())
-    assert all(vocabulary.is_end(i) and vocabulary.symbols.usable[i] and not vocabulary.surface(i) for i in ids.values())
+    assert all(
+        vocabulary.is_end(i) and vocabulary.symbols.usable[i] and not vocabulary.surface(i) for i in ids.values()
+    )
     start = tokenizer.token_to_id("<|im_start|>")
     assert not vocabulary.is_end(start)
     assert not vocabulary.symbols.usable[start]

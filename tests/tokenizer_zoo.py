@@ -14,7 +14,8 @@ from safe_llm.testing.tokenizers import CORPUS, byte_level, characters, metaspac
 from safe_llm.vocabulary import Vocabulary
 
 LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -92,7 +93,10 @@ def unigram_bytes() -> Tokenizer:
 
     def change(spec):
         vocab = spec["model"]["vocab"]
-        spec["model"] |= {"byte_fallback": True, "vocab": [*vocab[:3], *([f"<0x{b:02X}>", -20.0] for b in range(256)), *vocab[3:]]}
+        spec["model"] |= {
+            "byte_fallback": True,
+            "vocab": [*vocab[:3], *([f"<0x{b:02X}>", -20.0] for b in range(256)), *vocab[3:]],
+        }
 
     return edited(unigram(nfkc=False), change)
 
@@ -146,7 +150,11 @@ ZOO: dict[str, Callable[[], Tokenizer]] = {
     "wordpiece": wordpiece,
 }
 
-EXACT = [name for name in ZOO if name not in ("unigram, NFKC", "unigram", "wordpiece", "byte-level, NFC", "byte-level, added words")]
+EXACT = [
+    name
+    for name in ZOO
+    if name not in ("unigram, NFKC", "unigram", "wordpiece", "byte-level, NFC", "byte-level, added words")
+]
 """Tokenizers that can spell every text, but for `▁`, which SentencePiece reads as a space."""
 
 
@@ -190,14 +198,32 @@ HOSTILE = [
 _PARTS = st.one_of(
     st.sampled_from([text for text in HOSTILE if text]),
     st.text(max_size=8),
-    st.sampled_from(["the ", "position ", " is", " Incorrect", "\n    ", "\r\n", "1850", "63,700 ", "ห้าม", "👩‍👩‍👧‍👦", "e\u0301", "hello"]),
+    st.sampled_from(
+        [
+            "the ",
+            "position ",
+            " is",
+            " Incorrect",
+            "\n    ",
+            "\r\n",
+            "1850",
+            "63,700 ",
+            "ห้าม",
+            "👩‍👩‍👧‍👦",
+            "e\u0301",
+            "hello",
+        ]
+    ),
     st.builds(lambda char, n: char * n, st.sampled_from(" a0-\n日🙂x1"), st.integers(1, 150)),
 )
 
 TEXTS = st.lists(_PARTS, max_size=6).map("".join)
 """Texts of hostile parts."""
 
-BROKEN = st.lists(st.one_of(TEXTS.map(str.encode), st.binary(max_size=5), st.sampled_from([b"\xf0\x9f", b"\x99\x82", b"\xe6\x97"])), max_size=5)
+BROKEN = st.lists(
+    st.one_of(TEXTS.map(str.encode), st.binary(max_size=5), st.sampled_from([b"\xf0\x9f", b"\x99\x82", b"\xe6\x97"])),
+    max_size=5,
+)
 """Lists of byte strings that need not be UTF-8."""
 
 

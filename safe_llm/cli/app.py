@@ -104,7 +104,6 @@ def generate(
     newline of ours; on a terminal a newline ends it and control characters are shown as escapes.
     """
     from safe_llm.cli import answering, loading, prompts
-    from safe_llm.types import GenerationRequest, SamplingParams
 
     answering.check_output(output)
     if escape:
@@ -112,7 +111,6 @@ def generate(
     text = prompts.read_text(prompt, escape=escape)
     spec = loading.spec_of(members, placement, ensemble, sampling)
     request = prompts.build_prompt(text, system=system, raw=raw)
-    GenerationRequest.of(request, SamplingParams.of(spec.sampling))  # before minutes of loading, not after
     loaded = loading.load_ensemble(spec, progress=not output.quiet)
     answering.answer(loaded, request, spec.sampling, output)
     return 0
