@@ -238,7 +238,9 @@ def main() -> None:
     }
     print(json.dumps({"tokens_per_s": report["tokens_per_s"], "ratios": report["ratios"]}, indent=1), flush=True)
 
-    batches = interleaved({f"{rows} rows": run(rows, 2, mode="safe") for rows in (1, 4, 16)}, max(2, options.rounds // 2))
+    batches = interleaved(
+        {f"{rows} rows": run(rows, 2, mode="safe") for rows in (1, 4, 16)}, max(2, options.rounds // 2)
+    )
     report["batch_tokens_per_s"] = medians(batches)
     report["batch_16_over_1"] = ratio(batches, "16 rows", "1 rows")
     report["counts"] = counts

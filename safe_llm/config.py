@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -30,6 +30,9 @@ class _Strict(BaseModel):
         for key in values:
             if key not in known:
                 raise UnknownNameError("parameter", key, known)
+            choices = get_args(known[key].annotation) if get_origin(known[key].annotation) is Literal else ()
+            if choices and isinstance(values[key], str) and values[key] not in choices:
+                raise UnknownNameError(key, values[key], choices)
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -101,13 +104,6 @@ class EnsembleConfig(_Strict):
     top_k: int = Field(default=10, ge=1, le=1000)
     weights: tuple[float, ...] | None = None
     max_batch_size: int = Field(default=16, ge=1, le=1024)
-
-    def __init__(self, **values: Any) -> None:
-        for key, kind in (("mode", Mode), ("method", MethodName), ("sharpening", SharpeningName)):
-            known: tuple[str, ...] = kind.__args__  # type: ignore[attr-defined]
-            if isinstance(values.get(key), str) and values[key] not in known:
-                raise UnknownNameError(key, values[key], known)
-        super().__init__(**values)
 
     def normalized_weights(self, num_members: int) -> tuple[float, ...]:
         """Return the members' weights, drafter first, summing to 1.

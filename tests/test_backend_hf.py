@@ -388,3 +388,13 @@ def test_symbols_follow_the_logits_to_their_device():
     assert backend.scores(torch.zeros(1, WIDTH)).top1()[0].tolist() == [1]
     assert backend.scores(torch.zeros(1, WIDTH, device="meta")).dense([0]).device.type == "meta"
     assert backend.scores(torch.zeros(1, WIDTH)).top1()[0].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("cuda", "does not exist"), ("cuda:7", "does not exist"), ("gpu0", "unknown device")]
+)
+def test_device_that_is_not_there_is_refused_with_a_hint(tmp_path, monkeypatch, device, message):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_model(tmp_path, config=MemberConfig(model=str(tmp_path), device=device), device=None)
+    assert "cpu" in caught.value.hint

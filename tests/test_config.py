@@ -253,3 +253,8 @@ def test_options_change_the_configuration_of_a_spec():
         Ensemble.from_spec(spec, weights=(1, 1, 1))
     with pytest.raises(UnknownNameError, match="did you mean 'max_tokens'"):
         Ensemble.from_spec(spec.model_copy(update={"sampling": {"max_tokes": 1}}))
+
+
+def test_dtype_suggests_the_nearest():
+    with pytest.raises(UnknownNameError, match="did you mean 'bfloat16'"):
+        MemberConfig(model="m", dtype="bfloat")

@@ -57,7 +57,9 @@ def test_every_token_mode_runs(members):
 
 
 def test_batch_of_unequal_prompts_runs(members):
-    texts = [r.text for r in Ensemble(members[:2]).generate([CAPITAL, MATHS, "The capital of France is"], max_tokens=16)]
+    texts = [
+        r.text for r in Ensemble(members[:2]).generate([CAPITAL, MATHS, "The capital of France is"], max_tokens=16)
+    ]
     assert all(texts)
     assert "Paris" in texts[0] + texts[2]
 

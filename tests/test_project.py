@@ -19,9 +19,7 @@ import safe_llm
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "safe_llm").rglob("*.py"))
 MODULES = sorted(
-    name
-    for _, name, _ in pkgutil.walk_packages(safe_llm.__path__, "safe_llm.")
-    if not name.endswith("__main__")
+    name for _, name, _ in pkgutil.walk_packages(safe_llm.__path__, "safe_llm.") if not name.endswith("__main__")
 )
 
 
@@ -56,7 +54,9 @@ def test_everything_exported_at_the_top_resolves():
         _ = safe_llm.Ensembel
 
 
-@pytest.mark.parametrize("module", ["safe_llm", "safe_llm.cli", "safe_llm.errors", "safe_llm.config", "safe_llm.models"])
+@pytest.mark.parametrize(
+    "module", ["safe_llm", "safe_llm.cli", "safe_llm.errors", "safe_llm.config", "safe_llm.models"]
+)
 def test_import_is_light(module):
     code = f"import {module}, sys; print(*[m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from safe_llm.config import MemberConfig
-from safe_llm.errors import ModelCorruptError, UnsupportedModelError
+from safe_llm.errors import ConfigError, ModelCorruptError, UnsupportedModelError
 
 __all__ = ["load_model", "place"]
 
@@ -26,10 +26,12 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
         device: Where to, unless `config.device_map` says it.
 
     Raises:
+        ConfigError: The device does not exist here.
         ModelCorruptError: A file is missing, damaged, or lacks weights.
         UnsupportedModelError: transformers has no causal language model of this type.
     """
     name = config.display_name
+    _check_device(config.device or device)
     if not (path / "config.json").is_file():
         raise ModelCorruptError(f"model {name!r}: there is no config.json in {str(path)!r}")
     with _quiet(), _reading(name, path):
@@ -56,6 +58,20 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
         )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _check_device(device: str | None) -> None:
+    """Raise ConfigError unless torch has this device."""
+    try:
+        wanted = torch.device(device or "cpu")
+    except RuntimeError:
+        raise ConfigError(f"unknown device {device!r}", hint="use 'cpu', 'cuda' or 'cuda:N'") from None
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise ConfigError(
+            f"device {device!r} does not exist: torch sees {there or 'no'} CUDA device{'s' if there > 1 else ''}",
+            hint="use device='cpu', or a build of torch for your GPU",
+        )
 
 
 def place(members: Sequence[MemberConfig]) -> list[str]:
