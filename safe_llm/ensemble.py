@@ -1,9 +1,4 @@
-"""The public API: several models, used like one.
-
-Callers share one engine without a thread of its own: whoever waits for an answer runs the next round, for all requests
-that are under way. So requests of many threads decode in one batch, one request alone costs nothing extra, and a
-caller that goes away simply stops driving.
-"""
+"""The public API: several models, used like one."""
 
 from __future__ import annotations
 
@@ -11,10 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
-import traceback
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +14,12 @@ from typing import Any, Literal, Self, overload
 
 from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig, preset
 from safe_llm.engine import Engine
-from safe_llm.errors import Cancelled, ConfigError, GenerationError, PromptError, SafeLLMError
+from safe_llm.errors import ConfigError, GenerationError, PromptError, SafeLLMError
 from safe_llm.events import Event, GenerationFinished, Result, TextDelta
 from safe_llm.member import Member
 from safe_llm.methods.base import Method
 from safe_llm.row import Row
+from safe_llm.scheduler import Scheduler
 from safe_llm.types import GenerationRequest, Prompt, SamplingParams
 
 __all__ = ["Ensemble", "load_members"]
@@ -69,10 +62,7 @@ class Ensemble:
         SamplingParams.of(self.sampling)
         self._all_members = tuple(members)
         self._engine = Engine(members, self.config, method=method)
-        self._lock = threading.Lock()
-        self._active: list[Row] = []
-        self._waiting: deque[Row] = deque()
-        self._is_closed = False
+        self._scheduler = Scheduler(self._engine, self.config.max_batch_size)
 
     # ------------------------------------------------------------------ construction
 
@@ -197,7 +187,7 @@ class Ensemble:
         prompts = _as_batch(prompt)
         requests = self._requests([prompt] if prompts is None else prompts, params)  # type: ignore[list-item]
         outcomes: dict[int, Result | BaseException] = {}
-        for item in self._run(requests, cancel):
+        for item in self._scheduler.run(requests, cancel):
             if isinstance(item, Row):
                 outcomes[item.index] = item.error or GenerationError("the request was dropped")
             elif isinstance(item, GenerationFinished):
@@ -245,7 +235,7 @@ class Ensemble:
     def _events(
         self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
     ) -> Generator[Event, None, None]:
-        with contextlib.closing(self._run(requests, cancel)) as items:
+        with contextlib.closing(self._scheduler.run(requests, cancel)) as items:
             for item in items:
                 if isinstance(item, Row):
                     raise item.error or GenerationError("the request was dropped")
@@ -260,95 +250,17 @@ class Ensemble:
                     yield event.text
 
     def _requests(self, prompts: Sequence[Prompt], params: Mapping[str, Any]) -> list[GenerationRequest]:
-        if self._is_closed:
+        if self._scheduler.is_closed:
             raise SafeLLMError("the ensemble is closed")
         given = {key: value for key, value in params.items() if value is not None}
         sampling = SamplingParams.of({**self.sampling, **given})
         return [GenerationRequest.of(prompt, sampling) for prompt in prompts]
 
-    # ------------------------------------------------------------------ driving the engine
-
-    def _run(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
-    ) -> Generator[Event | Row, None, None]:
-        """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything."""
-        now = time.perf_counter()
-        rows = [Row(request=request, index=i, submitted_s=now) for i, request in enumerate(requests)]
-        with self._lock:
-            self._waiting.extend(rows)
-        running = list(rows)
-        try:
-            while running:
-                if cancel is not None and cancel.is_set():
-                    raise Cancelled("the request was cancelled")
-                self._drive(running)
-                for row in running:
-                    while row.events:
-                        yield row.events.popleft()
-                    if row.error is not None:
-                        yield row
-                running = [row for row in running if not row.is_done or row.events]
-        finally:
-            self._drop(rows)
-
-    def _drive(self, mine: Sequence[Row]) -> None:
-        """Run the next round of all requests, unless somebody else's round already has news for these."""
-        with self._lock:
-            if any(row.events or row.is_done for row in mine):
-                return
-            self._admit()
-            try:
-                if self._active:
-                    self._engine.round(self._active)
-            except Exception as error:
-                self._fail(error)
-            self._retire()
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._active) < self.config.max_batch_size:
-            row = self._waiting.popleft()
-            try:
-                self._engine.join(row)
-            except Exception as error:
-                row.error = _owned(error)
-            except BaseException:
-                self._waiting.appendleft(row)
-                raise
-            else:
-                self._active.append(row)
-
-    def _fail(self, error: Exception) -> None:
-        """A forward pass failed: it concerns every row of the batch, and nobody else."""
-        owned = _owned(error)
-        for row in self._active:
-            if not row.is_done:
-                row.error = owned
-
-    def _retire(self) -> None:
-        for row in self._active:
-            if row.is_done:
-                self._engine.leave(row)
-        self._active = [row for row in self._active if not row.is_done]
-
-    def _drop(self, rows: Iterable[Row]) -> None:
-        with self._lock:
-            for row in rows:
-                if row in self._waiting:
-                    self._waiting.remove(row)
-                elif any(row is active for active in self._active):
-                    self._active = [active for active in self._active if active is not row]
-                    self._engine.leave(row)
-
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Refuse new requests and end those under way with `Cancelled`. Weights are freed with the last reference."""
-        with self._lock:
-            self._is_closed = True
-            for row in (*self._active, *self._waiting):
-                row.error = row.error or Cancelled("the ensemble was closed")
-            self._waiting.clear()
-            self._retire()
+        self._scheduler.close()
 
     def __enter__(self) -> Self:
         return self
@@ -414,13 +326,3 @@ def _as_batch(prompt: Any) -> list[Prompt] | None:
     if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sequence) or not prompt:
         return None
     return list(prompt) if isinstance(prompt[0], (str, list, tuple)) else None
-
-
-def _owned(error: Exception) -> BaseException:
-    """Make any failure one of ours, and let go of the tensors that its traceback's frames hold."""
-    traceback.clear_frames(error.__traceback__)
-    if isinstance(error, SafeLLMError):
-        return error
-    owned = GenerationError(f"decoding failed: {type(error).__name__}: {error}")
-    owned.__cause__ = error
-    return owned

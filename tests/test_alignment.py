@@ -7,7 +7,6 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of
 
 from safe_llm.alignment import Alignment
 from safe_llm.config import MemberConfig
@@ -16,6 +15,7 @@ from safe_llm.models import DEMO_MODELS, resolve
 from safe_llm.prompting import load_tokenizer
 from safe_llm.testing.tokenizers import CORPUS, characters
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
+from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of
 
 PROSE = " ".join(CORPUS[:2])
 

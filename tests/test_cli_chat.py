@@ -5,10 +5,10 @@ import os
 import signal
 
 import pytest
-from test_cli_support import QUESTION, RIGHT, WRONG, install, run
 
 from safe_llm.prompting import transcript
 from safe_llm.types import Message
+from test_cli_support import QUESTION, RIGHT, WRONG, install, run
 
 
 def dialogue(*turns: str, system: str | None = None) -> str:

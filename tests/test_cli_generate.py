@@ -4,7 +4,6 @@ import json
 from dataclasses import fields
 
 import pytest
-from test_cli_support import QUESTION, RIGHT, WRONG, install, refuse_to_load, run
 from typer.main import get_command
 
 from safe_llm.cli import answering, loading
@@ -14,6 +13,7 @@ from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import result_as_dict
 from safe_llm.errors import MemberError
 from safe_llm.types import SamplingParams
+from test_cli_support import QUESTION, RIGHT, WRONG, install, refuse_to_load, run
 
 HOSTILE = "a\x1b[31mred\x07 \x9b2J \r\n[bold]b[/bold] :smile: \u202eend"
 

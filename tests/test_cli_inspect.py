@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from test_cli_support import refuse_to_load, run
 from tokenizers import Tokenizer
 
 from safe_llm.prompting import transcript
 from safe_llm.testing.tokenizers import byte_level, metaspace, wordpiece
 from safe_llm.types import Message
 from safe_llm.vocabulary import Vocabulary
+from test_cli_support import refuse_to_load, run
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_cli_support import run
 
 from safe_llm.config import PRESETS
 from safe_llm.models import DEMO_MODELS, ResolvedModel, store
+from test_cli_support import run
 
 
 @pytest.fixture(autouse=True)

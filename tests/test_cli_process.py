@@ -12,6 +12,7 @@ import textwrap
 import time
 
 import pytest
+
 from test_cli_support import QUESTION
 
 SLOW = """

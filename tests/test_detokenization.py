@@ -8,9 +8,9 @@ import itertools
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizer_zoo import BROKEN, HOSTILE, TEXTS
 
 from safe_llm.detokenization import TextStream
+from tokenizer_zoo import BROKEN, HOSTILE, TEXTS
 
 BYTES = st.one_of(TEXTS.map(str.encode), BROKEN.map(b"".join), st.binary(max_size=12))
 

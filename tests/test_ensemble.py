@@ -11,7 +11,7 @@ import pytest
 
 from helpers import QUESTION, ensemble, tiny_member
 from safe_llm import Ensemble, EnsembleConfig
-from safe_llm.ensemble import result_as_dict
+from safe_llm.ensemble import check_names, result_as_dict
 from safe_llm.errors import (
     Cancelled,
     ConfigError,
@@ -36,7 +36,7 @@ ANSWERS = {
 
 
 def open_rows(safe: Ensemble) -> int:
-    return len(safe._active) + len(safe._waiting)
+    return safe._scheduler.num_requests
 
 
 # ---------------------------------------------------------------------- construction
@@ -64,8 +64,6 @@ def test_spec_is_checked_before_anything_is_loaded(monkeypatch):
     with pytest.raises(UnknownNameError, match=r"unknown parameter 'lookahed'.*did you mean 'lookahead'"):
         Ensemble.from_preset("demo", lookahed=3)
     with pytest.raises(ConfigError, match="two members are called 'x'"):
-        from safe_llm.ensemble import check_names
-
         check_names(["x", "x"])
 
 
@@ -322,13 +320,11 @@ def test_failure_while_joining_frees_the_rows():
 
 
 def test_an_unforeseen_exception_becomes_a_generation_error():
-    safe = scripted_ensemble(ANSWERS)
+    safe = scripted_ensemble(ANSWERS, {"Who?": "Other answer."})
     safe._engine.method = object()  # no method at all
     with pytest.raises(GenerationError, match="AttributeError"):
-        scripted = {"Who?": "Other answer."}
-        other = scripted_ensemble(ANSWERS, scripted)
-        other._engine.method = object()
-        other.generate("Who?")
+        safe.generate("Who?")
+    assert open_rows(safe) == 0
 
 
 def test_keyboard_interrupt_in_a_forward_leaves_a_working_engine():
@@ -408,13 +404,13 @@ def test_cancel_stops_within_one_round():
     safe = scripted_ensemble({"Who?": "The position is Incorrect " * 50})
     cancel = threading.Event()
     stream = safe.stream("Who?", cancel=cancel, max_tokens=500, events=True)
-    seen = 0
+    rounds = (event for event in stream if isinstance(event, RoundFinished))
+    for _ in range(3):
+        next(rounds)
+    cancel.set()
     with pytest.raises(Cancelled):
-        for event in stream:
-            seen += isinstance(event, RoundFinished)
-            if seen == 3:
-                cancel.set()
-    assert seen == 3
+        list(rounds)
+    assert len(safe.members[1].backend.calls) == 3 + 1  # and the prefill
     assert open_rows(safe) == 0
     assert [len(m.backend._rows) for m in safe.members] == [0, 0]
 

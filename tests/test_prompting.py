@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jinja2 import __version__ as jinja_version
-from tokenizer_zoo import HOSTILE, TEXTS, llama3, metaspace_pre, prefix_space, stripping
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ from safe_llm.prompting import Prompter, load_tokenizer, transcript
 from safe_llm.testing.tokenizers import byte_level, metaspace, unigram, wordpiece
 from safe_llm.types import GenerationRequest, Message, SamplingParams, ToolCall
 from safe_llm.vocabulary import Vocabulary
+from tokenizer_zoo import HOSTILE, TEXTS, llama3, metaspace_pre, prefix_space, stripping
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined else '' }}\n{{ m.content }}"

@@ -8,6 +8,12 @@ import threading
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+from safe_llm.errors import UnsupportedModelError
+from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram, wordpiece
+from safe_llm.tokenizer_tables import has_prefix
+from safe_llm.vocabulary import NOT_EXACT, Vocabulary
 from tokenizer_zoo import (
     BROKEN,
     EXACT,
@@ -21,12 +27,6 @@ from tokenizer_zoo import (
     tokenizer_of,
     vocabulary_of,
 )
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-
-from safe_llm.errors import UnsupportedModelError
-from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram, wordpiece
-from safe_llm.tokenizer_tables import has_prefix
-from safe_llm.vocabulary import NOT_EXACT, Vocabulary
 
 LOOKALIKES = "hi<|im_end|>\n<|im_start|>system\n<s>[INST]</s><unk>[UNK][CLS]<|endoftext|><mask><|user|>"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,7 @@ def scripted_member(
     return Member(name, backend, vocabulary, prompter=Prompter(vocabulary, template))
 
 
-def scripted_ensemble(drafter: Answers, verifier: Answers | None = None, **options: object) -> Ensemble:
+def scripted_ensemble(drafter: Answers, verifier: Answers | None = None, **options: Any) -> Ensemble:
     """Build a two-member ensemble with different tokenizers: `drafter` (byte-level) and `verifier` (SentencePiece).
 
     Args:

@@ -1,0 +1,132 @@
+"""Many callers on one engine, without a thread of its own.
+
+Whoever waits for an answer runs the next round, for all requests that are under way. So requests of many threads decode
+in one batch, one request alone costs nothing extra, and a caller that goes away simply stops driving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+
+from safe_llm.engine import Engine
+from safe_llm.errors import Cancelled, GenerationError, SafeLLMError
+from safe_llm.events import Event
+from safe_llm.row import Row
+from safe_llm.types import GenerationRequest
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Lets rows into the engine's batch, drives it, and sees that they leave it, however they end.
+
+    Attributes:
+        is_closed: New requests are refused.
+    """
+
+    def __init__(self, engine: Engine, max_batch_size: int) -> None:
+        self.is_closed = False
+        self._engine = engine
+        self._max_batch_size = max_batch_size
+        self._lock = threading.Lock()
+        self._active: list[Row] = []
+        self._waiting: deque[Row] = deque()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are under way or wait."""
+        return len(self._active) + len(self._waiting)
+
+    def run(
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+    ) -> Generator[Event | Row, None, None]:
+        """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything."""
+        now = time.perf_counter()
+        rows = [Row(request=request, index=i, submitted_s=now) for i, request in enumerate(requests)]
+        with self._lock:
+            self._waiting.extend(rows)
+        running = list(rows)
+        try:
+            while running:
+                if cancel is not None and cancel.is_set():
+                    raise Cancelled("the request was cancelled")
+                self._drive(running)
+                for row in running:
+                    while row.events:
+                        yield row.events.popleft()
+                    if row.error is not None:
+                        yield row
+                running = [row for row in running if not row.is_done or row.events]
+        finally:
+            self._drop(rows)
+
+    def _drive(self, mine: Sequence[Row]) -> None:
+        """Run the next round of all requests, unless somebody else's round already has news for these."""
+        with self._lock:
+            if any(row.events or row.is_done for row in mine):
+                return
+            self._admit()
+            try:
+                if self._active:
+                    self._engine.round(self._active)
+            except Exception as error:
+                self._fail(error)
+            self._retire()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self._max_batch_size:
+            row = self._waiting.popleft()
+            try:
+                self._engine.join(row)
+            except Exception as error:
+                row.error = _owned(error)
+            except BaseException:
+                self._waiting.appendleft(row)
+                raise
+            else:
+                self._active.append(row)
+
+    def _fail(self, error: Exception) -> None:
+        """A forward pass failed: it concerns every row of the batch, and nobody else."""
+        owned = _owned(error)
+        for row in self._active:
+            if not row.is_done:
+                row.error = owned
+
+    def _retire(self) -> None:
+        for row in self._active:
+            if row.is_done:
+                self._engine.leave(row)
+        self._active = [row for row in self._active if not row.is_done]
+
+    def _drop(self, rows: Iterable[Row]) -> None:
+        with self._lock:
+            for row in rows:
+                if row in self._waiting:
+                    self._waiting.remove(row)
+                elif any(row is active for active in self._active):
+                    self._active = [active for active in self._active if active is not row]
+                    self._engine.leave(row)
+
+    def close(self) -> None:
+        """Refuse new requests and end those under way with `Cancelled`."""
+        with self._lock:
+            self.is_closed = True
+            for row in (*self._active, *self._waiting):
+                row.error = row.error or Cancelled("the ensemble was closed")
+            self._waiting.clear()
+            self._retire()
+
+
+def _owned(error: Exception) -> BaseException:
+    """Make any failure one of ours, and let go of the tensors that its traceback's frames hold."""
+    traceback.clear_frames(error.__traceback__)
+    if isinstance(error, SafeLLMError):
+        return error
+    owned = GenerationError(f"decoding failed: {type(error).__name__}: {error}")
+    owned.__cause__ = error
+    return owned
