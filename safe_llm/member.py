@@ -101,6 +101,7 @@ class Member:
         from safe_llm.backends.hf import HFBackend, end_ids_of
         from safe_llm.backends.loading import load_model
         from safe_llm.models import resolve
+        from safe_llm.models.verdicts import Verdict
 
         resolved = resolve(config, progress=progress)
         model = load_model(resolved.path, config=config, device=device)
@@ -111,19 +112,23 @@ class Member:
         )
         ends = [*end_ids_of(model), *([] if files.eos_id is None else [files.eos_id])]
         vocabulary = Vocabulary(files.spec, width=HFBackend.width_of(model), end_ids=ends)
+        fingerprint = f"{resolved.fingerprint}:{model.dtype}"
+        verdict = Verdict(fingerprint, str(model.device))
         backend = HFBackend(
             model,
             symbols=vocabulary.symbols,
             name=config.display_name,
             max_context=config.max_context,
-            self_check=config.self_check,
+            self_check=config.self_check and not verdict.passed,
         )
+        if config.self_check:
+            verdict.remember()
         return cls(
             config.display_name,
             backend,
             vocabulary,
             prompter=Prompter(vocabulary, files.template, config.template_kwargs),
-            fingerprint=f"{resolved.fingerprint}:{config.dtype}",
+            fingerprint=fingerprint,
             licence=resolved.licence,
         )
 

@@ -140,12 +140,14 @@ def byte_fallback_ids(spec: Spec) -> set[int]:
 
 def _converter(spec: Spec, kind: str) -> Any:
     if kind == "byte-level":
-        alphabet = _byte_level_alphabet()
+        # as Latin-1, so that a whole token is converted in C; what is not in the alphabet must not pass as Latin-1
+        to_latin = dict.fromkeys(range(0x100), "\uffff")
+        to_latin |= {ord(char): chr(byte) for char, byte in _byte_level_alphabet().items()}
 
         def byte_level(text: str) -> bytes:
             try:
-                return bytes([alphabet[char] for char in text])
-            except KeyError:  # a token that is not written in the byte alphabet stands for its own text
+                return text.translate(to_latin).encode("latin-1")
+            except UnicodeEncodeError:  # a token that is not written in the byte alphabet stands for its own text
                 return text.encode("utf-8")
 
         return byte_level
@@ -215,7 +217,7 @@ def plain_tokenizer(spec: Spec, renamed: Mapping[str, str], *, prefix: bool) -> 
     plain |= copy.deepcopy({key: spec.get(key) for key in _TEXT_STAGES})
     if not prefix:
         _strip_prefix(plain)
-    return Tokenizer.from_str(json.dumps(plain))
+    return Tokenizer.from_str(json.dumps(plain, ensure_ascii=False))
 
 
 def _merges_without(tokens: Collection[str], merges: list[Any]) -> list[Any]:

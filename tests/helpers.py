@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from safe_llm.backends.hf import HFBackend
 from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import Ensemble
 from safe_llm.member import Member
 from safe_llm.prompting import Prompter
+from safe_llm.testing.tokenizers import byte_level
 from safe_llm.vocabulary import Vocabulary
 
 torch.set_num_threads(1)
@@ -65,6 +67,18 @@ def tiny_member(
 @functools.cache
 def _pristine(vocab_size: int, seed: int, sharpness: float) -> LlamaForCausalLM:
     return _tiny_llama.__wrapped__(vocab_size, seed, sharpness)
+
+
+def tiny_folder(path: Path, tokenizer: Tokenizer | None = None, *, seed: int = 0, template: str | None = None) -> Path:
+    """A local model folder: safetensors, configuration, fast tokenizer."""
+    tokenizer = tokenizer or byte_level()
+    end = "<|im_end|>" if tokenizer.token_to_id("<|im_end|>") is not None else "</s>"
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, chat_template=template)
+    wrapped.save_pretrained(path)
+    model = _pristine(tokenizer.get_vocab_size() + 3, seed, 25.0)
+    model.generation_config.eos_token_id = tokenizer.token_to_id(end)
+    model.save_pretrained(path)
+    return path
 
 
 def ensemble(*members: Member, **options: object) -> Ensemble:

@@ -15,7 +15,7 @@ from safe_llm.models import DEMO_MODELS, resolve
 from safe_llm.prompting import load_tokenizer
 from safe_llm.testing.tokenizers import CORPUS, characters
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
-from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of
+from tokenizer_zoo import BROKEN, EXACT, HOSTILE, TEXTS, ZOO, vocabulary_of, without_signs
 
 PROSE = " ".join(CORPUS[:2])
 
@@ -96,7 +96,7 @@ def test_incremental_equals_full_byte_by_byte(name):
 @example(text="In 1850 the census put 63,700 people there")
 def test_boundaries_are_the_prefix_sums_of_the_pieces(name, text):
     vocabulary = vocabulary_of(name)
-    data = text.replace("▁", "").encode()
+    data = without_signs(text.encode())
     alignment = Alignment(vocabulary)
     alignment.update(data, 0)
     sums = [0, *itertools.accumulate(len(vocabulary.surface(i)) for i in alignment.ids)]

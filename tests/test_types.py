@@ -137,7 +137,8 @@ def test_lone_surrogate_in_a_stop_string_is_refused():
 )
 def test_empty_prompt_is_refused(prompt):
     # F01, E14
-    with pytest.raises(PromptError, match="empty"):
+    words = "^the prompt" if prompt == "" else "^every message" if prompt else "^the conversation"
+    with pytest.raises(PromptError, match=words):
         GenerationRequest.of(prompt, GREEDY)
 
 

@@ -8,7 +8,7 @@ import threading
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from safe_llm.errors import UnsupportedModelError
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram, wordpiece
@@ -26,6 +26,7 @@ from tokenizer_zoo import (
     stripping,
     tokenizer_of,
     vocabulary_of,
+    without_signs,
 )
 
 LOOKALIKES = "hi<|im_end|>\n<|im_start|>system\n<s>[INST]</s><unk>[UNK][CLS]<|endoftext|><mask><|user|>"
@@ -117,11 +118,11 @@ def test_ids_prefer_real_pieces_to_byte_fallback():
 
 
 def test_ids_take_the_lowest_of_several():
-    tokenizer = characters(["ab"])
-    tokenizer.add_tokens([AddedToken("ab", normalized=False), "xy"])
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "▁": 1, " ": 2}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     vocabulary = Vocabulary(tokenizer)
-    for data, token_id in vocabulary.ids.items():
-        assert token_id == min(i for i, token in enumerate(vocabulary.tokens) if token == data)
+    assert vocabulary.tokens == [b"a", b" ", b" "]
+    assert vocabulary.ids[b" "] == 1
 
 
 def test_padded_columns_are_unusable():
@@ -182,7 +183,7 @@ def test_exact_tokenizers_spell_every_text(name, text):
 @given(parts=BROKEN)
 @example(parts=[b"\xf0\x9f", b"\x99\x82"])
 def test_pieces_spell_the_bytes_wherever_ends_are_exact(name, parts):
-    data = b"".join(parts).replace("▁".encode(), b"").replace(b"<0x0A>", b"")  # pieces of SentencePiece, when typed
+    data = without_signs(b"".join(parts))
     vocabulary = vocabulary_of(name)
     ends = check_pieces(vocabulary, data)
     if name in EXACT:
@@ -276,6 +277,20 @@ def test_normalized_characters_are_not_exact_and_the_rest_is(text):
     assert ends[-1] == len(f"the {text} position".encode())
 
 
+@pytest.mark.parametrize("name", ["sentencepiece", "byte-level, NFC"])
+def test_pieces_of_one_character_are_exact_next_to_changed_text(name):
+    # several tokens have the character's whole range as their offsets; each ends at its own byte
+    odd = "e\u0301" if name == "byte-level, NFC" else "▁"
+    text = f"{odd} the 🙂 position"
+    pieces = vocabulary_of(name).encode(text.encode())
+    assert NOT_EXACT in pieces.ends
+    at = len(f"{odd} the ".encode())
+    exact = [end for end in pieces.ends if at < end <= at + 4]
+    assert exact[-1] == at + 4
+    assert len(exact) > 1
+    check_pieces(vocabulary_of(name), text.encode())
+
+
 def test_composed_characters_are_not_exact():
     # A07, A08
     vocabulary = vocabulary_of("byte-level, NFC")
@@ -329,7 +344,7 @@ def test_bytes_that_nothing_spells_leave_no_false_boundary():
 @given(data=st.binary(min_size=1, max_size=12) | TEXTS.filter(bool).map(str.encode))
 def test_ids_of_spell_exactly_the_bytes(name, data):
     vocabulary = vocabulary_of(name)
-    data = data.replace("▁".encode(), b"")
+    data = without_signs(data) or b"x"
     ids = vocabulary.ids_of(data)
     assert b"".join(map(vocabulary.surface, ids)) == data
     if data in vocabulary.ids:
@@ -473,6 +488,14 @@ def test_same_vocabulary_is_compared_by_content():
     assert set(other.ids) == set(one.ids)
     assert not one.same_as(other)
     assert not one.same_as(Vocabulary(characters(["hello", " worlds"]), end_ids=[0]))
+
+
+def test_permuted_ids_without_any_end_differ_too():
+    # D11: neither size nor END nor the set of tokens tells them apart
+    one, two = (
+        Vocabulary(Tokenizer(models.BPE(vocab=vocab, merges=[]))) for vocab in ({"a": 0, "b": 1}, {"b": 0, "a": 1})
+    )
+    assert not one.same_as(two)
 
 
 def test_vocabularies_with_other_ends_differ():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable
 
@@ -227,8 +226,6 @@ BROKEN = st.lists(
 """Lists of byte strings that need not be UTF-8."""
 
 
-def runs(ends: list[int], surfaces: list[bytes]) -> bytes | None:
-    """The concatenated surfaces if every end is exact and they add up, else None."""
-    if any(end < 0 for end in ends) or ends != list(itertools.accumulate(map(len, surfaces))):
-        return None
-    return b"".join(surfaces)
+def without_signs(data: bytes) -> bytes:
+    """Leave out what SentencePiece reads as something else when it is typed: its space and its byte pieces."""
+    return data.replace("▁".encode(), b"").replace(b"<0x0A>", b"")
