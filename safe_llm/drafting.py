@@ -20,13 +20,11 @@ class Draft:
 
     Attributes:
         ids: Drafted ids; the last one may be END.
-        log_probs: log P of each under the drafter's full softmax.
         scores: Where each id's distribution is: scores and position.
         error: Why the row cannot go on (its logits were not finite).
     """
 
     ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
     scores: list[tuple[Scores, int]] = field(default_factory=list)
     error: NonFiniteLogitsError | None = None
 
@@ -64,14 +62,12 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
         wants = [_want(tasks[i], drafts[i]) for i in active]
         scores, _ = member.score(wants)
         ids, finite = _choose(member, [tasks[i] for i in active], [drafts[i] for i in active], scores)
-        log_probs = scores.log_probs(range(len(active)), ids)
         still = []
         for position, i in enumerate(active):
             if not finite[position]:
                 drafts[i].error = NonFiniteLogitsError(member.name, len(tasks[i].session.tokens) - 1)
                 continue
             drafts[i].ids.append(ids[position])
-            drafts[i].log_probs.append(float(log_probs[position]))
             drafts[i].scores.append((scores, position))
             if len(drafts[i].ids) < tasks[i].lookahead and not member.vocabulary.is_end(ids[position]):
                 still.append(i)

@@ -199,8 +199,8 @@ class Engine:
             ]
             if not over:
                 break
-            for proposals in (proposed.ids, proposed.log_probs, proposed.scores):
-                proposals.pop()
+            proposed.ids.pop()
+            proposed.scores.pop()
             task = self._new_task(row, proposed)
         return task
 
@@ -218,6 +218,7 @@ class Engine:
             sampling=row.request.sampling,
             uniform=row.uniform,
             every_token=self.config.mode == "every-token",
+            detailed=row.detailed,
         )
 
     def _reason(self, row: Row) -> str:

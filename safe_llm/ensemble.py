@@ -230,12 +230,12 @@ class Ensemble:
         if _as_batch(prompt) is not None:
             raise PromptError("stream() takes one prompt", hint="use generate() for a list, or one stream per prompt")
         requests = self._requests([prompt], params)
-        return self._events(requests, cancel) if events else self._texts(requests, cancel)
+        return self._events(requests, cancel, detailed=True) if events else self._texts(requests, cancel)
 
     def _events(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None, *, detailed: bool
     ) -> Generator[Event, None, None]:
-        with contextlib.closing(self._scheduler.run(requests, cancel)) as items:
+        with contextlib.closing(self._scheduler.run(requests, cancel, detailed=detailed)) as items:
             for item in items:
                 if isinstance(item, Row):
                     raise item.error or GenerationError("the request was dropped")
@@ -244,7 +244,7 @@ class Ensemble:
     def _texts(
         self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
     ) -> Generator[str, None, None]:
-        with contextlib.closing(self._events(requests, cancel)) as events:
+        with contextlib.closing(self._events(requests, cancel, detailed=False)) as events:
             for event in events:
                 if isinstance(event, TextDelta):
                     yield event.text

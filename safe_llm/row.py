@@ -56,6 +56,7 @@ class Row:
         request: What was asked.
         index: Its number in events.
         submitted_s: Clock when it was submitted.
+        detailed: Somebody reads the events: report probabilities also where the decision did not need them.
         session: The drafter's session; None before the row has joined.
         tracks: The row on each verifier.
         ids: Generated drafter ids, END excluded.
@@ -73,6 +74,7 @@ class Row:
     request: GenerationRequest
     index: int
     submitted_s: float
+    detailed: bool = False
     session: Session | None = None
     tracks: list[Track] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)

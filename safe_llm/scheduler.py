@@ -42,11 +42,17 @@ class Scheduler:
         return len(self._active) + len(self._waiting)
 
     def run(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
+        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None, *, detailed: bool = False
     ) -> Generator[Event | Row, None, None]:
-        """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything."""
+        """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything.
+
+        Args:
+            requests: What to decode.
+            cancel: Stops within a round once it is set.
+            detailed: Fill in the probabilities of every decision, not only of those that needed them.
+        """
         now = time.perf_counter()
-        rows = [Row(request=request, index=i, submitted_s=now) for i, request in enumerate(requests)]
+        rows = [Row(request=r, index=i, submitted_s=now, detailed=detailed) for i, r in enumerate(requests)]
         with self._lock:
             self._waiting.extend(rows)
         running = list(rows)

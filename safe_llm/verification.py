@@ -7,8 +7,6 @@ distributions are merged; everything after it is dropped.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -54,7 +52,6 @@ class _Scored:
     scores: Scores
     offset: int
     first: int
-    own: dict[int, tuple[float, bool]]  # position -> (probability of the own token, is it the argmax)
     memo: dict[Any, Any]
 
 
@@ -72,6 +69,7 @@ class VerifyTask:
         uniform: Draws from [0, 1) for this row.
         blocked: Why the i-th drafted token is no candidate; None where it is one.
         every_token: No boundary check and no consensus check: merge right after the text, whatever its tokens are.
+        detailed: Report every asked member's probability, also where C1 needed none.
         error: Why the row cannot go on.
     """
 
@@ -84,6 +82,7 @@ class VerifyTask:
     uniform: Callable[[], float]
     blocked: list[Outcome | None] = field(default_factory=list)
     every_token: bool = False
+    detailed: bool = False
     error: NonFiniteLogitsError | None = None
     _scored: list[_Scored] = field(default_factory=list)
 
@@ -173,8 +172,8 @@ def score(verifier: Member, index: int, tasks: Sequence[VerifyTask]) -> None:
             held = [offset + task.count(track, i) - want.first for i in task.candidates() if i < early]
             if held:
                 scores.forbid_end(held)
-        task._scored.append(_Scored(scores, offset, want.first, {}, {}))
-    _look_up_own(verifier, index, asked, scores)
+        task._scored.append(_Scored(scores, offset, want.first, {}))
+    _check_finite(verifier, index, asked, scores)
 
 
 def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> int | None:
@@ -185,27 +184,17 @@ def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> 
     return track.alignment.ids[task.count(track, index)]
 
 
-def _look_up_own(verifier: Member, index: int, tasks: Sequence[VerifyTask], scores: Scores) -> None:
-    """Fetch the own tokens' probabilities and argmaxes of all candidates of all rows at once."""
-    best, finite = scores.top1()
-    places: list[tuple[_Scored, int, int]] = []
+def _check_finite(verifier: Member, index: int, tasks: Sequence[VerifyTask], scores: Scores) -> None:
+    """Fail the rows that have a candidate where the verifier's scores are not finite."""
+    finite = scores.top1()[1]
+    if finite.all():
+        return
     for task in tasks:
         track, scored = task.tracks[index], task._scored[index]
         for i in task.candidates():
-            position = scored.offset + task.count(track, i) - scored.first
-            if not finite[position]:
-                task.error = task.error or NonFiniteLogitsError(
-                    verifier.name, track.session.prompt_tokens + scored.first + position - scored.offset - 1
-                )
-                break
-            own = _own_token(verifier, task, track, i)
-            if own is None:
-                scored.own[position] = (0.0, False)
-            else:
-                places.append((scored, position, own))
-    log_probs = scores.log_probs([p for _, p, _ in places], [own for _, _, own in places])
-    for (scored, position, own), log_prob in zip(places, log_probs.tolist(), strict=True):
-        scored.own[position] = (math.exp(log_prob), bool(best[position] == own))
+            count = task.count(track, i)
+            if not finite[scored.offset + count - scored.first]:
+                task.error = task.error or NonFiniteLogitsError(verifier.name, track.session.prompt_tokens + count - 1)
 
 
 # ---------------------------------------------------------------------- the walk
@@ -239,14 +228,15 @@ def walk(
             merged = method.merge(point)
             chosen = merged.chosen
             outcome = Outcome.CONFIRMED if chosen == key else Outcome.REPLACED
-        probabilities = _NOBODY if point is None else {v.name: v.own_probability for v in point.views}
+        decided = outcome or Outcome.DRAFTED
+        asked = point.views if point is not None and (task.detailed or decided.is_ensembled) else ()
         decisions.append(
             Decision(
                 position=task.position + i,
                 byte_offset=task.offsets[i],
                 token=key,
-                outcome=outcome or Outcome.DRAFTED,
-                probabilities=probabilities,
+                outcome=decided,
+                probabilities={view.name: view.own_probability for view in asked} if asked else _NOBODY,
             )
         )
         if decisions[-1].outcome.is_ensembled:
@@ -273,7 +263,6 @@ def _point(
             position=position,
             weight=weights[0],
             own=task.draft.ids[index],
-            own_probability=math.exp(task.draft.log_probs[index]),
             own_is_best=True,
         )
     ]
@@ -281,8 +270,7 @@ def _point(
         track, scored = task.tracks[number], task._scored[number]
         count = task.count(track, index)
         position = scored.offset + count - scored.first
-        probability, is_best = scored.own[position]
-        own = itertools.islice(track.alignment.ids, count, None)
+        own = _own_token(verifier, task, track, index)
         views.append(
             MemberView(
                 name=verifier.name,
@@ -290,10 +278,9 @@ def _point(
                 scores=scored.scores,
                 position=position,
                 weight=weights[number + 1],
-                own=_own_token(verifier, task, track, index),
-                own_probability=probability,
-                own_is_best=is_best,
-                path=tuple((token_id, position + k + 1) for k, token_id in enumerate(own)),
+                own=own,
+                own_is_best=own is not None and own == int(scored.scores.top1()[0][position]),
+                following=track.alignment.ids[count:],
                 after=_asker(verifier, track, count),
                 memo=scored.memo,
             )

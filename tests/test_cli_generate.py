@@ -335,7 +335,7 @@ BAD_INPUT = {
     "min over max": (["--max-tokens", "2", "--min-tokens", "3", "x"], "min_tokens 3", "safe-llm generate --help"),
     "top_k": (["--top-k", "0", "x"], "top_k", "safe-llm generate --help"),
     "threshold": (["--consensus-threshold", "inf", "x"], "consensus_threshold", "safe-llm generate --help"),
-    "dtype": (["--dtype", "float31", "x"], "dtype", "safe-llm generate --help"),
+    "dtype": (["--dtype", "float31", "x"], "dtype", "float32"),
     "too many weights": (["--weights", "1,2,3", "x"], "3 weights for 2 members", "one weight per member"),
     "no weight": (["--weights", "1,a", "x"], "weights must be numbers", "2,1,1"),
     "empty stop": (["--stop", "", "x"], "stop string", "safe-llm generate --help"),

@@ -268,7 +268,7 @@ def view_on(chain: Chain, own: list[int], *, exact: bool) -> MemberView:
         scores=chain.scores(*prefixes),
         position=0,
         weight=0.5,
-        path=[(token_id, n + 1) for n, token_id in enumerate(own)],
+        following=own,
         after=(lambda ids: chain.scores(tuple(ids))) if exact else None,
     )
 
@@ -326,9 +326,8 @@ def test_prefix_mass_repairs_the_first_piece_fallacy():
         position=0,
         weight=0.5,
         own=verifier.ids[b" "],
-        own_probability=0.95,
         own_is_best=True,
-        path=[(verifier.ids[b" "], 1), (verifier.ids[b"5"], 2)],
+        following=[verifier.ids[b" "], verifier.ids[b"5"]],
     )
     repaired = Point(views=(point.drafter, view), drafted=b" 49")
     assert PrefixMass().consensus(repaired, 0.5) is None

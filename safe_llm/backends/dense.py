@@ -125,7 +125,7 @@ class DenseScores:
         # first maximum, and the first NaN if there is one.
         table = self._logits.numpy()
         ids = table.argmax(axis=1)
-        best = np.take_along_axis(table, ids[:, None], axis=1)[:, 0]
+        best = table[np.arange(len(ids)), ids]
         return ids, np.isfinite(best) & (self._hidden_max.numpy() < _INF)
 
     def _device_top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:

@@ -30,9 +30,9 @@ class MemberView:
         weight: The member's weight; they sum to 1.
         own: The member's own token that starts here in its tokenization of the draft; for the drafter the drafted
             token. None where nothing is drafted (mode `every-token`).
-        own_probability: P(own) under the member's full softmax; 0 without one.
         own_is_best: Whether `own` is the member's argmax.
-        path: The member's own tokens from here on, each with the position in `scores` after it.
+        following: The member's own tokens from here on; what comes after the k-th (from 0) is scored at
+            `position + k + 1`.
         after: Scores (one position) had the given ids followed here, at the cost of a forward pass; None where that
             cannot be asked.
         memo: Scratch space for a method, shared by all views of this member in one round.
@@ -44,11 +44,21 @@ class MemberView:
     position: int
     weight: float
     own: int | None = None
-    own_probability: float = 0.0
     own_is_best: bool = False
-    path: Sequence[tuple[int, int]] = ()
+    following: Sequence[int] = ()
     after: Callable[[Sequence[int]], Scores] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def own_probability(self) -> float:
+        """P(own) under the member's full softmax; 0 without an own token. The first call costs a vocabulary pass."""
+        if self.own is None:
+            return 0.0
+        key = ("own", id(self.scores), self.position)
+        if key not in self.memo:
+            self.memo[key] = float(np.exp(self.scores.log_probs([self.position], [self.own])[0]))
+        probability: float = self.memo[key]
+        return probability
 
     def key(self, token_id: int) -> bytes:
         """The candidate key of a token of this member: its bytes, or END."""

@@ -83,7 +83,7 @@ class PrefixMass:
             if token_id is None:
                 return 0.0
             return float(np.exp(view.scores.log_probs([view.position], [token_id])[0]))
-        return min(1.0, self._string_mass(view, text, _Place(view.scores, view.position, (), view.path)))
+        return min(1.0, self._string_mass(view, text, _Place(view.scores, view.position, (), view.following)))
 
     def _string_mass(self, view: MemberView, text: bytes, place: _Place) -> float:
         vocabulary = view.vocabulary
@@ -102,9 +102,8 @@ class PrefixMass:
 
     def _follow(self, view: MemberView, piece: bytes, place: _Place) -> _Place | None:
         """Where the verifier stands after one more token with these bytes, if its scores there are known."""
-        if place.path and view.vocabulary.surface(place.path[0][0]) == piece:
-            token_id, position = place.path[0]
-            return _Place(view.scores, position, (*place.ids, token_id), place.path[1:])
+        if place.path and view.vocabulary.surface(place.path[0]) == piece:
+            return _Place(view.scores, place.position + 1, (*place.ids, place.path[0]), place.path[1:])
         if not self.exact or view.after is None:
             return None
         ids = (*place.ids, view.vocabulary.ids[piece])
@@ -138,12 +137,12 @@ class PrefixMass:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a verifier stands: scores, the ids since the point, and what is left of its path (id, position)."""
+    """Where a verifier stands: scores, the ids since the point, and what is left of its own tokens of the draft."""
 
     scores: Scores
     position: int
     ids: tuple[int, ...]
-    path: Sequence[tuple[int, int]]
+    path: Sequence[int]
 
 
 def _shares_tokenizer(point: Point, view: MemberView) -> bool:

@@ -64,7 +64,6 @@ def _view(name: str, opinion: Opinion, weight: float) -> MemberView:
         position=0,
         weight=weight,
         own=own,
-        own_probability=float(np.exp(scores.log_probs([0], [own])[0])),
         own_is_best=own == best,
     )
 

@@ -62,9 +62,10 @@ def metaspace(vocab_size: int = 600, *, prepend: bool = True, corpus: Sequence[s
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
-    words = [word for line in corpus for word in line.replace(" ", " ▁").split(" ")]
+    sign = "" if prepend else "▁"  # the normalizer puts it before each word otherwise
+    words = [sign + word for line in corpus for word in line.split(" ")]
     # a fixed small alphabet (the trainer's own limit cuts ties at random), so that bytes are needed for the rest
-    words = [word for word in words if all(char.isascii() or char in "▁日本" for char in word)]
+    words = [word for word in words if all(char.isascii() or char in "▁éï" for char in word)]
     tokenizer.train_from_iterator(words, trainer)
     return _with_bos(_only_special(tokenizer, ("<unk>", "<s>", "</s>")), "<s>")
 
