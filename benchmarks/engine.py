@@ -9,6 +9,7 @@ counts that do not depend on the machine beside them. The last line is one JSON 
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import json
 import platform
@@ -49,42 +50,44 @@ class Replay:
         self.num_forwards, self.forward_s = 0, 0.0
         pieces = vocabulary.encode(text)
         self._ids = pieces.ids
-        starts = [0, *pieces.ends[:-1]]
-        # around these bytes every member is unsure, so that the ensemble acts there, and confirms the draft
-        self._unsure = [start % 97 < 6 for start in starts]
-        self._weak, self._rival, self._back = (0.1, -1.0, 1) if is_drafter else (-0.8, 0.1, 2)
-        self._background = torch.from_numpy(np.random.default_rng(0).normal(-14.0, 1.0, self.width).astype(np.float32))
+        self._starts = [0, *pieces.ends[:-1]]
+        self._lengths = [len(vocabulary.surface(i)) for i in range(vocabulary.width)]
         self._prompt_tokens = prompt_tokens
+        # around some bytes the verifiers are unsure and the drafter alone is not: the ensemble acts, and confirms
+        self._weak, self._num_rivals = (0.5, 0) if is_drafter else (-3.0, 5)
+        self._background = torch.from_numpy(np.random.default_rng(0).normal(-14.0, 1.0, self.width).astype(np.float32))
         self._columns = SymbolColumns.of(Symbols(end_ids=(), usable=np.ones(self.width, dtype=bool)), "cpu")
-        self._lengths: dict[int, int] = {}
+        self._offsets: list[list[int]] = []  # per row: bytes of generated text after each id
 
     def open(self) -> int:
-        row = len(self._lengths)
-        self._lengths[row] = 0
-        return row
+        self._offsets.append([])
+        return len(self._offsets) - 1
 
     def close(self, row: int) -> None:
-        self._lengths[row] = 0
+        self._offsets[row].clear()
 
     def length(self, row: int) -> int:
-        return self._lengths[row]
+        return len(self._offsets[row])
 
     def rollback(self, row: int, length: int) -> None:
-        self._lengths[row] = length
+        del self._offsets[row][length:]
 
     def forward(self, feeds: list[Feed]) -> DenseScores:
         started = time.perf_counter()
         table = self._background.repeat(sum(feed.keep for feed in feeds), 1)
         position = 0
         for feed in feeds:
-            end = self._lengths[feed.row] + len(feed.ids)
-            for at in range(end - feed.keep, end):
-                index = min(max(at + 1 - self._prompt_tokens, 0), len(self._ids) - 1)
-                table[position, self._ids[index]] = self._weak if self._unsure[index] else 2.0
-                if self._unsure[index]:
-                    table[position, self._ids[index - self._back]] = self._rival
+            offsets = self._offsets[feed.row]
+            for token_id in feed.ids:
+                generated = len(offsets) >= self._prompt_tokens
+                offsets.append((offsets[-1] + self._lengths[token_id]) if generated else 0)
+            for offset in offsets[-feed.keep :]:
+                index = min(bisect.bisect_left(self._starts, offset), len(self._ids) - 1)
+                unsure = offset % 97 < 6
+                for back in range(2, 2 + self._num_rivals * unsure):
+                    table[position, self._ids[index - back]] = -1.2
+                table[position, self._ids[index]] = self._weak if unsure else 2.0
                 position += 1
-            self._lengths[feed.row] = end
         self.num_forwards += 1
         self.forward_s += time.perf_counter() - started
         return DenseScores(table, self._columns)

@@ -194,7 +194,7 @@ class Row:
         self._emit_text(committed.text)
 
     @staticmethod
-    def _replacement(member: Member, verdict: Verdict) -> list[int]:
+    def _replacement(member: Member, verdict: Verdict) -> Sequence[int]:
         if verdict.replacement is None:
             return []
         end_id = member.vocabulary.symbols.end_id

@@ -124,6 +124,7 @@ class Vocabulary:
             if tables.has_prefix(spec)
             else self._continuation
         )
+        self._spellings: dict[bytes, tuple[int, ...]] = {}
         self._lock = threading.Lock()
 
     # ------------------------------------------------------------------ encoding
@@ -201,12 +202,22 @@ class Vocabulary:
         """Whether the id is one of the END ids."""
         return token_id in self.symbols.end_ids
 
-    def ids_of(self, data: bytes) -> list[int]:
-        """Return the token with exactly these bytes, else their encoding; [] if they cannot be spelled."""
+    def ids_of(self, data: bytes) -> Sequence[int]:
+        """Return the token with exactly these bytes, else their encoding; empty if they cannot be spelled.
+
+        Spellings are remembered: other members' tokens are asked about again and again.
+        """
+        known = self._spellings.get(data)
+        if known is None:
+            known = self._spellings[data] = self._spell(data)
+        return known
+
+    def _spell(self, data: bytes) -> tuple[int, ...]:
         if (token_id := self.ids.get(data)) is not None:
-            return [token_id]
+            return (token_id,)
         pieces = self.encode(data)
-        return pieces.ids if pieces.ends and pieces.ends[-1] == len(data) and NOT_EXACT not in pieces.ends else []
+        is_exact = pieces.ends and pieces.ends[-1] == len(data) and NOT_EXACT not in pieces.ends
+        return tuple(pieces.ids) if is_exact else ()
 
     @functools.cached_property
     def sorted_ids(self) -> IntArray:
