@@ -73,9 +73,15 @@ class Engine:
         """Encode the prompt for every member and bring it into the caches.
 
         Raises:
+            ConfigError: The request samples, and the drafter cannot.
             PromptError: The prompt does not fit a member, or a template refuses it. Nothing stays allocated.
             MemberError: A forward pass failed. Nothing stays allocated.
         """
+        if row.request.sampling.temperature > 0.0 and not self.drafter.backend.has_dense_scores:
+            raise ConfigError(
+                f"member {self.drafter.name!r} gives no full rows of scores, which sampling needs",
+                hint="use temperature=0, or another drafter",
+            )
         started = self._clock()
         prompts = [member.prompter.encode(row.request.prompt) for member in self.members]
         for member, prompt in zip(self.members, prompts, strict=True):

@@ -75,6 +75,15 @@ def test_method_that_needs_full_rows_refuses_a_member_that_has_none():
     assert Ensemble(members).generate("Who?").text == ANSWERS["Who?"]
 
 
+def test_sampling_needs_full_rows_of_the_drafter():
+    members = list(scripted_ensemble(ANSWERS).members)
+    members[0].backend.has_dense_scores = False
+    safe = Ensemble(members)
+    with pytest.raises(ConfigError, match="sampling needs"):
+        safe.generate("Who?", temperature=0.5)
+    assert safe.generate("Who?").text == ANSWERS["Who?"]
+
+
 # ---------------------------------------------------------------------- results
 
 
