@@ -201,12 +201,10 @@ class Member:
 
         The cache is rolled back; what it loses is fed again when it is next wanted.
         """
-        tail = [*session.tokens[session.prompt_tokens : session.prompt_tokens + generated], *ids]
         known = session.prompt_tokens + generated
-        session.resident = min(session.resident, known - 1 if known == len(session.tokens) else known)
+        session.resident = min(session.resident, known)
         self.backend.rollback(session.row, session.resident)
-        fed = [*session.tokens[: session.prompt_tokens], *tail][session.resident :]
-        scores = self.backend.forward([Feed(row=session.row, ids=fed)])
-        self.backend.rollback(session.row, min(session.resident + len(fed) - len(ids), known))
-        session.resident = self.backend.length(session.row)
+        scores = self.backend.forward([Feed(row=session.row, ids=[*session.tokens[session.resident : known], *ids])])
+        self.backend.rollback(session.row, known)
+        session.resident = known
         return scores
