@@ -65,6 +65,7 @@ class Row:
         unchanged: Bytes of `text` that no verifier's tokens need to be looked at again for.
         events: Events that nobody has taken yet.
         finished: Why the answer ended; None while it runs.
+        has_result: The result has been emitted.
         error: Why the row failed, if it did.
         seed: What sampling was seeded with; None when greedy.
         spent: Seconds per phase so far.
@@ -83,6 +84,7 @@ class Row:
     unchanged: int = 0
     events: deque[Event] = field(default_factory=deque)
     finished: FinishDetail | None = None
+    has_result: bool = False
     error: BaseException | None = None
     seed: int | None = None
     spent: Timings = field(default_factory=Timings)
@@ -108,8 +110,8 @@ class Row:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing more will happen to this row."""
-        return self.finished is not None or self.error is not None
+        """Whether nothing more will happen to this row: its result is out, or it failed."""
+        return self.has_result or self.error is not None
 
     def uniform(self) -> float:
         """Draw from [0, 1) with this row's own generator, whoever shares the batch."""
@@ -259,6 +261,7 @@ class Row:
             seed=self.seed,
         )
         self.events.append(GenerationFinished(index=self.index, result=result))
+        self.has_result = True
 
     def _counters(self, members: Sequence[Member]) -> Counters:
         forwards: Mapping[str, int] = {

@@ -81,6 +81,11 @@ class Scheduler:
                     self._engine.round(self._active)
             except Exception as error:
                 self._fail(error)
+            except BaseException:
+                # an interrupt may hit between two rows' commits; no row may go on with a part of a round
+                self._fail(GenerationError("the round was interrupted"))
+                self._retire()
+                raise
             self._retire()
 
     def _admit(self) -> None:

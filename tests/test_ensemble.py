@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from safe_llm.errors import (
     UnknownNameError,
 )
 from safe_llm.events import GenerationFinished, Outcome, RoundFinished
+from safe_llm.methods import UniTE
+from safe_llm.row import Row
 from safe_llm.testing import answering, scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace
 from safe_llm.types import Message
@@ -336,6 +339,18 @@ def test_an_unforeseen_exception_becomes_a_generation_error():
     assert open_rows(safe) == 0
 
 
+def test_row_that_ended_in_a_round_that_failed_is_an_error_and_not_lost():
+    @dataclass(frozen=True)
+    class Exploding(UniTE):
+        def merge(self, point):
+            raise RuntimeError("a bug in somebody's method")
+
+    members = scripted_ensemble({"a": "b", "Who?": "yes"}, {"a": "b", "Who?": "no"}).members
+    outcomes = Ensemble(members, method=Exploding()).generate(["a", "Who?"], return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [GenerationError, GenerationError]
+    assert "RuntimeError" in str(outcomes[1])
+
+
 def test_keyboard_interrupt_in_a_forward_leaves_a_working_engine():
     safe = scripted_ensemble(ANSWERS)
     backend = safe.members[0].backend
@@ -352,6 +367,30 @@ def test_keyboard_interrupt_in_a_forward_leaves_a_working_engine():
     with pytest.raises(KeyboardInterrupt):
         safe.generate("Who?")
     assert open_rows(safe) == 0
+    assert safe.generate("Who?").text == ANSWERS["Who?"]
+
+
+def test_interrupt_between_two_commits_is_an_error_for_every_row_of_the_round(monkeypatch):
+    safe = scripted_ensemble(ANSWERS)
+    first, second = safe.stream("Who?"), safe.stream("How?")
+    next(first), next(second)
+    commits = []
+    commit = Row.commit
+
+    def interrupted(self, *args):
+        commits.append(self)
+        if len(commits) == 2:
+            raise KeyboardInterrupt
+        return commit(self, *args)
+
+    monkeypatch.setattr(Row, "commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(first)
+    monkeypatch.undo()
+    with pytest.raises(GenerationError, match="interrupted"):
+        list(second)
+    assert open_rows(safe) == 0
+    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
     assert safe.generate("Who?").text == ANSWERS["Who?"]
 
 
