@@ -105,7 +105,7 @@ class EnsemblePoint:
         chosen: Bytes the ensemble chose; empty for END.
         reason: Why the ensemble acted: "no-consensus", "rejected" (sampling) or "every-token".
         probabilities: By member name: the probability of the token that this member itself has here.
-        candidates: The best of the union, best first, at most five.
+        candidates: The best of the union, best first, at most five; empty when sampling.
     """
 
     index: int

@@ -48,7 +48,7 @@ class Committed:
     text: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a row is itself, whatever it looks like
 class Row:
     """One request's state between rounds.
 

@@ -119,8 +119,8 @@ class Scheduler:
             for row in rows:
                 if row in self._waiting:
                     self._waiting.remove(row)
-                elif any(row is active for active in self._active):
-                    self._active = [active for active in self._active if active is not row]
+                elif row in self._active:
+                    self._active.remove(row)
                     self._engine.leave(row)
 
     def close(self) -> None:

@@ -185,14 +185,16 @@ def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> 
 
 
 def _check_finite(verifier: Member, index: int, tasks: Sequence[VerifyTask], scores: Scores) -> None:
-    """Fail the rows that have a candidate where the verifier's scores are not finite."""
+    """Fail the rows that have a position where the verifier's scores are not finite, candidate or not.
+
+    Methods look beyond the candidates, and a rollback would leave the NaN behind in the row's cache.
+    """
     finite = scores.top1()[1]
     if finite.all():
         return
     for task in tasks:
         track, scored = task.tracks[index], task._scored[index]
-        for i in task.candidates():
-            count = task.count(track, i)
+        for count in range(scored.first, len(track.alignment.ids) + 1):
             if not finite[scored.offset + count - scored.first]:
                 task.error = task.error or NonFiniteLogitsError(verifier.name, track.session.prompt_tokens + count - 1)
 

@@ -394,6 +394,30 @@ def test_interrupt_between_two_commits_is_an_error_for_every_row_of_the_round(mo
     assert safe.generate("Who?").text == ANSWERS["Who?"]
 
 
+def test_non_finite_position_fails_its_row_even_where_nobody_is_asked():
+    # rolled back, the NaN would stay in the cache; and prefix mass reads such positions
+    answers = {"Who?": "abcdx", "How?": "x"}
+    drafter = scripted_member("drafter", characters(["abcd"]), answers)
+    verifier = scripted_member("verifier", characters(["cd"]), answers)
+    safe = ensemble(drafter, verifier, method="prefix-mass")
+    assert [r.text for r in safe.generate(["Who?", "How?"])] == ["abcdx", "x"]
+    poisoned(verifier, after="?ab", value=np.nan)  # inside the drafter's token: no candidate
+    outcomes = safe.generate(["Who?", "How?"], return_exceptions=True)
+    assert isinstance(outcomes[0], NonFiniteLogitsError)
+    assert outcomes[0].member == "verifier"
+    assert outcomes[1].text == "x"
+
+
+def test_rows_that_look_alike_are_not_taken_for_each_other():
+    safe = scripted_ensemble(ANSWERS)
+    request = safe._requests(["Who?"], {})[0]
+    first, second = (Row(request=request, index=0, submitted_s=0.0) for _ in range(2))
+    safe._scheduler._waiting.extend([first, second])
+    safe._scheduler._drop([second])
+    assert list(safe._scheduler._waiting) == [first]
+    assert safe._scheduler._waiting[0] is first
+
+
 def test_one_bad_prompt_of_a_list_is_found_before_anything_runs():
     safe = scripted_ensemble(ANSWERS)
     with pytest.raises(PromptError, match="empty"):

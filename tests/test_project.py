@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import pkgutil
 import re
 import statistics
@@ -49,7 +48,8 @@ def test_all_names_what_exists(name):
 
 
 def test_everything_exported_at_the_top_resolves():
-    assert set(safe_llm.__all__) <= {name for name in safe_llm.__all__ if getattr(safe_llm, name) is not None}
+    for name in safe_llm.__all__:
+        assert getattr(safe_llm, name) is not None
     with pytest.raises(AttributeError, match="Ensembel"):
         _ = safe_llm.Ensembel
 
@@ -105,7 +105,3 @@ def _from_scripts(ensemble):
             return ensemble
 
     return FromScripts
-
-
-def test_environment_is_offline_for_the_hub():
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
