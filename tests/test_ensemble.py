@@ -408,16 +408,6 @@ def test_non_finite_position_fails_its_row_even_where_nobody_is_asked():
     assert outcomes[1].text == "x"
 
 
-def test_rows_that_look_alike_are_not_taken_for_each_other():
-    safe = scripted_ensemble(ANSWERS)
-    request = safe._requests(["Who?"], {})[0]
-    first, second = (Row(request=request, index=0, submitted_s=0.0) for _ in range(2))
-    safe._scheduler._waiting.extend([first, second])
-    safe._scheduler._drop([second])
-    assert list(safe._scheduler._waiting) == [first]
-    assert safe._scheduler._waiting[0] is first
-
-
 def test_one_bad_prompt_of_a_list_is_found_before_anything_runs():
     safe = scripted_ensemble(ANSWERS)
     with pytest.raises(PromptError, match="empty"):
