@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safe_llm.errors import ConfigError, UnknownNameError
 from safe_llm.types import SamplingParams
 
-__all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "preset"]
+__all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "check_names", "preset"]
 
 Mode = Literal["safe", "every-token", "drafter"]
 MethodName = Literal["unite", "gac", "prefix-mass"]
@@ -193,3 +193,10 @@ def preset(name: str) -> EnsembleSpec:
     if name not in PRESETS:
         raise UnknownNameError("preset", name, PRESETS)
     return PRESETS[name]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ConfigError if two members have the same name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two members are called {name!r}", hint="give one of them another `name`")

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from safe_llm.backends.base import Scores
-from safe_llm.errors import NonFiniteLogitsError
+from safe_llm.errors import GenerationError, NonFiniteLogitsError
+from safe_llm.grammar import Grammar
 from safe_llm.member import Member, Session, Want
 from safe_llm.sampling import draw, sampling_probs
 from safe_llm.types import SamplingParams
@@ -21,12 +24,19 @@ class Draft:
     Attributes:
         ids: Drafted ids; the last one may be END.
         scores: Where each id's distribution is: scores and position.
-        error: Why the row cannot go on (its logits were not finite).
+        forced: Whether the grammar allowed nothing but what this id begins.
+        error: Why the row cannot go on (its logits were not finite, its grammar cannot be followed).
     """
 
     ids: list[int] = field(default_factory=list)
     scores: list[tuple[Scores, int]] = field(default_factory=list)
-    error: NonFiniteLogitsError | None = None
+    forced: list[bool] = field(default_factory=list)
+    error: GenerationError | None = None
+
+    def drop_last(self) -> None:
+        """Forget the last drafted id."""
+        for column in (self.ids, self.scores, self.forced):
+            column.pop()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,7 @@ class DraftTask:
         lookahead: Most tokens to draft, at least 1.
         sampling: How to choose a token.
         uniform: Draws from [0, 1) for this row; used at temperature above 0.
+        grammar: Where the row stands in its grammar, if it has one. After drafting it stands there again.
     """
 
     session: Session
@@ -48,6 +59,7 @@ class DraftTask:
     lookahead: int
     sampling: SamplingParams
     uniform: Callable[[], float]
+    grammar: Grammar | None = None
 
 
 def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
@@ -61,17 +73,24 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
     while active:
         wants = [_want(tasks[i], drafts[i]) for i in active]
         scores, _ = member.score(wants)
+        _restrict([tasks[i] for i in active], [drafts[i] for i in active], scores)
         ids, finite = _choose(member, [tasks[i] for i in active], [drafts[i] for i in active], scores)
         still = []
         for position, i in enumerate(active):
+            if drafts[i].error is not None:
+                continue
             if not finite[position]:
                 drafts[i].error = NonFiniteLogitsError(member.name, len(tasks[i].session.tokens) - 1)
                 continue
             drafts[i].ids.append(ids[position])
             drafts[i].scores.append((scores, position))
+            _follow(member, tasks[i], drafts[i], scores, position)
             if len(drafts[i].ids) < tasks[i].lookahead and not member.vocabulary.is_end(ids[position]):
                 still.append(i)
         active = still
+    for task, proposed in zip(tasks, drafts, strict=True):
+        if task.grammar is not None and proposed.error is None:
+            task.grammar.rollback(sum(len(member.vocabulary.surface(i)) for i in proposed.ids))
     return drafts
 
 
@@ -80,6 +99,43 @@ def _want(task: DraftTask, so_far: Draft) -> Want:
     if so_far.ids:
         return Want(session=task.session, start=generated - 1, tail=so_far.ids[-1:], first=generated)
     return Want(session=task.session, start=task.stable, tail=task.ids[task.stable :], first=generated)
+
+
+def _restrict(tasks: Sequence[DraftTask], drafts: Sequence[Draft], scores: Scores) -> None:
+    """Leave every row with a grammar only what the grammar allows."""
+    positions, masks = [], []
+    for position, (task, proposed) in enumerate(zip(tasks, drafts, strict=True)):
+        if task.grammar is None:
+            continue
+        try:
+            mask = task.grammar.allowed()
+        except GenerationError as error:
+            proposed.error = error
+            continue
+        if not mask.any():
+            proposed.error = GenerationError(
+                "the drafter has no token for what the grammar demands next", hint="allow other characters there"
+            )
+            continue
+        positions.append(position)
+        masks.append(mask)
+    if positions:
+        scores.restrict(positions, np.stack(masks))
+
+
+def _follow(member: Member, task: DraftTask, proposed: Draft, scores: Scores, position: int) -> None:
+    """Move the row's grammar over the last drafted id, and note whether the grammar left any choice."""
+    grammar, key = task.grammar, member.vocabulary.surface(proposed.ids[-1])
+    if grammar is None:
+        proposed.forced.append(False)
+    elif not key:  # END: forced if it is all that is left
+        proposed.forced.append(bool(np.isneginf(scores.top_k([position], 2)[1][0, -1])))
+    else:
+        proposed.forced.append(grammar.forced().startswith(key))
+        try:
+            grammar.advance(key)
+        except GenerationError as error:
+            proposed.error = error
 
 
 def _choose(

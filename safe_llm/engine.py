@@ -82,8 +82,16 @@ class Engine:
                 f"member {self.drafter.name!r} gives no full rows of scores, which sampling needs",
                 hint="use temperature=0, or another drafter",
             )
+        if row.request.grammar is not None and self.drafter.vocabulary.symbols.end_id is None:
+            raise ConfigError(
+                f"member {self.drafter.name!r} has no end token, so it cannot end an answer that follows a grammar",
+                hint="use another drafter, or no schema, grammar or tools",
+            )
         started = self._clock()
-        prompts = [member.prompter.encode(row.request.prompt) for member in self.members]
+        request = row.request
+        prompts = [member.prompter.encode(request.prompt, request.tools) for member in self.members]
+        if request.grammar is not None:
+            row.grammars = [member.follow(request.grammar) for member in self.members]
         for member, prompt in zip(self.members, prompts, strict=True):
             member.check_prompt(prompt)
         encoded = self._clock()
@@ -144,7 +152,7 @@ class Engine:
         marks.append(self._clock())
         self._report(committed, marks)
         for row in rows:
-            if row.finished is not None:
+            if row.finished is not None and row.error is None:
                 row.finish(self.members, self._clock())
 
     def _draft(self, rows: Sequence[Row]) -> tuple[list[Row], list[Draft]]:
@@ -165,6 +173,7 @@ class Engine:
                     lookahead=lookahead,
                     sampling=row.request.sampling,
                     uniform=row.uniform,
+                    grammar=row.grammars[0] if row.grammars else None,
                 )
             )
         alive, drafts = [], []
@@ -205,8 +214,7 @@ class Engine:
             ]
             if not over:
                 break
-            proposed.ids.pop()
-            proposed.scores.pop()
+            proposed.drop_last()
             task = self._new_task(row, proposed)
         return task
 
@@ -225,6 +233,7 @@ class Engine:
             uniform=row.uniform,
             every_token=self.config.mode == "every-token",
             detailed=row.detailed,
+            grammars=row.grammars[1:],
         )
 
     def _reason(self, row: Row) -> str:

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
-from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig, preset
+from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig, check_names, preset
 from safe_llm.engine import Engine
 from safe_llm.errors import ConfigError, GenerationError, PromptError, SafeLLMError
 from safe_llm.events import Event, GenerationFinished, Result, TextDelta
 from safe_llm.member import Member
 from safe_llm.methods.base import Method
+from safe_llm.requests import make_requests
 from safe_llm.row import Row
 from safe_llm.scheduler import Scheduler
 from safe_llm.types import GenerationRequest, Prompt, SamplingParams
@@ -119,9 +120,19 @@ class Ensemble:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of weights and configuration, for cache keys and traces: 16 hex digits."""
-        identity = {"members": [m.fingerprint for m in self._all_members], "config": self.config.model_dump()}
+        """Identity of all that decides answers (weights, templates, settings), for cache keys: 16 hex digits."""
+        identity = {
+            "members": [(m.fingerprint, m.prompter.fingerprint, m.backend.max_context) for m in self._all_members],
+            "config": self.config.model_dump(),
+            "method": repr(self._engine.method),
+            "sampling": self.sampling,
+        }
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it refuses new requests."""
+        return self._scheduler.is_closed
 
     def __repr__(self) -> str:
         names = ", ".join(member.name for member in self._all_members)
@@ -173,7 +184,7 @@ class Ensemble:
             prompt: A text, a conversation (list of messages), or a list of these.
             cancel: Set it from another thread to stop within one round.
             return_exceptions: For a list: put a failed prompt's error in its place instead of raising the first.
-            **params: Fields of `SamplingParams`.
+            **params: Fields of `SamplingParams` and of `safe_llm.requests.AnswerForm` (schema, tools).
 
         Returns:
             A Result, or for a list a list of Results in its order.
@@ -211,11 +222,23 @@ class Ensemble:
 
     @overload
     def stream(
-        self, prompt: Prompt, *, events: Literal[True], cancel: threading.Event | None = None, **params: Any
+        self,
+        prompt: Prompt,
+        *,
+        events: Literal[True],
+        detailed: bool = True,
+        cancel: threading.Event | None = None,
+        **params: Any,
     ) -> Iterator[Event]: ...
 
     def stream(
-        self, prompt: Prompt, *, events: bool = False, cancel: threading.Event | None = None, **params: Any
+        self,
+        prompt: Prompt,
+        *,
+        events: bool = False,
+        detailed: bool = True,
+        cancel: threading.Event | None = None,
+        **params: Any,
     ) -> Iterator[str] | Iterator[Event]:
         """Decode one prompt and yield the answer as it becomes final.
 
@@ -224,13 +247,14 @@ class Ensemble:
         Args:
             prompt: A text or a conversation.
             events: Yield typed events instead of text.
+            detailed: With events: fill in the probabilities of every decision, not only of those that needed them.
             cancel: Set it from another thread to stop within one round.
-            **params: Fields of `SamplingParams`.
+            **params: Fields of `SamplingParams` and of `safe_llm.requests.AnswerForm` (schema, tools).
         """
         if _as_batch(prompt) is not None:
             raise PromptError("stream() takes one prompt", hint="use generate() for a list, or one stream per prompt")
         requests = self._requests([prompt], params)
-        return self._events(requests, cancel, detailed=True) if events else self._texts(requests, cancel)
+        return self._events(requests, cancel, detailed=detailed) if events else self._texts(requests, cancel)
 
     def _events(
         self, requests: Sequence[GenerationRequest], cancel: threading.Event | None, *, detailed: bool
@@ -252,9 +276,7 @@ class Ensemble:
     def _requests(self, prompts: Sequence[Prompt], params: Mapping[str, Any]) -> list[GenerationRequest]:
         if self._scheduler.is_closed:
             raise SafeLLMError("the ensemble is closed")
-        given = {key: value for key, value in params.items() if value is not None}
-        sampling = SamplingParams.of({**self.sampling, **given})
-        return [GenerationRequest.of(prompt, sampling) for prompt in prompts]
+        return make_requests(prompts, params, self.sampling)
 
     # ------------------------------------------------------------------ end
 
@@ -285,13 +307,6 @@ def load_members(configs: Sequence[MemberConfig], *, progress: bool = True) -> l
         Member.load(config, device=device, progress=progress)
         for config, device in zip(configs, place(configs), strict=True)
     ]
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Raise ConfigError if two members have the same name."""
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two members are called {name!r}", hint="give one of them another `name`")
 
 
 def result_as_dict(result: Result) -> dict[str, Any]:

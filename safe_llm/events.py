@@ -39,6 +39,8 @@ class Outcome(StrEnum):
     """Accepted: the text before it does not end on a token boundary of every verifier."""
     UNREPRESENTABLE = "unrepresentable"
     """Accepted: a verifier's tokenizer cannot represent the text before it exactly, so it abstains."""
+    FORCED = "forced"
+    """Accepted: the grammar of the answer (a schema, a tool call) allows nothing else here."""
     C1 = "c1"
     """Accepted by consensus: every verifier's own token here is its argmax (or the method's first rule)."""
     C2 = "c2"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from safe_llm.backends.base import Backend, Feed, Scores
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ContextOverflowError, UnsupportedModelError
+from safe_llm.grammar import Grammar, GrammarTokenizer
 from safe_llm.prompting import Prompter, load_tokenizer
 from safe_llm.vocabulary import Vocabulary
 
@@ -85,6 +86,7 @@ class Member:
         self.prompter = prompter or Prompter(vocabulary)
         self.fingerprint = fingerprint or name
         self.licence = licence
+        self._grammar_tokenizer: GrammarTokenizer | None = None
 
     @classmethod
     def load(cls, config: MemberConfig, *, device: str | None = None, progress: bool = True) -> Member:
@@ -133,6 +135,12 @@ class Member:
         )
 
     # ------------------------------------------------------------------ sessions
+
+    def follow(self, grammar: str) -> Grammar:
+        """Return the beginning of a grammar, with masks over this member's tokens."""
+        if self._grammar_tokenizer is None:
+            self._grammar_tokenizer = GrammarTokenizer(self.vocabulary)
+        return Grammar(self._grammar_tokenizer, grammar)
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raise ContextOverflowError unless the prompt and one more token fit."""

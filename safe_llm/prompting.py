@@ -7,13 +7,15 @@ exactly as the member's own tokenizer cuts it, white space next to control token
 
 Fallbacks, each visible in `Prompter.notes` and in `safe-llm inspect`:
 no template            a transcript, `User:` and `Assistant:` on lines of their own, for base models
+no tools, or in another form than the ensemble's
+                       the tools are explained in the system text; tool calls and results are text
 no system role         the system text is put before the first user message
-no tool role           tool results become user messages, tool calls text
 roles must alternate   neighbours of one role are merged
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -24,12 +26,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from safe_llm.errors import ModelCorruptError, PromptError, UnsupportedModelError
-from safe_llm.types import Message, ToolCall
+from safe_llm.tool_calling import CALL_BEGIN, CALL_END, tools_prompt
+from safe_llm.types import Message, Tool, ToolCall
 from safe_llm.vocabulary import Vocabulary
 
 __all__ = ["ChatTemplate", "Prompter", "TokenizerFiles", "load_tokenizer"]
 
 _PROBE = "safe-llm probe"
+_HELLO = Message(role="user", content="hello")
 
 
 class ChatTemplate(Protocol):
@@ -128,8 +132,7 @@ class Prompter:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = field(init=False, default=())
     _has_system: bool = field(init=False, default=True)
-    _has_tool: bool = field(init=False, default=True)
-    _has_calls: bool = field(init=False, default=True)
+    _has_tools: bool = field(init=False, default=True)
     _own: _Spellings = field(init=False)
     _typed: _Spellings = field(init=False)
 
@@ -139,27 +142,35 @@ class Prompter:
         if self.template is None:
             self.notes = ("no chat template: conversations become a User/Assistant transcript",)
             return
-        user = Message(role="user", content="hello")
-        call = Message(role="assistant", content="", tool_calls=(ToolCall(name=_PROBE, arguments={}, id="call00000"),))
-        self._has_system = self._renders([Message(role="system", content=_PROBE), user])
-        self._has_calls = self._renders([user, call, replace(user, role="tool", name="f", tool_call_id="call00000")])
-        self._has_tool = self._has_calls and self._renders(
+        self._has_system = self._renders([Message(role="system", content=_PROBE), _HELLO], needles=(_PROBE,))
+        self._has_tools = self._renders(
             [
-                user,
-                call,
-                Message(role="tool", content=_PROBE + " result", name="f", tool_call_id="call00000"),
+                _HELLO,
+                Message(role="assistant", content="", tool_calls=(ToolCall(name="f", arguments={}, id="call00000"),)),
+                Message(role="tool", content=_PROBE, name="f", tool_call_id="call00000"),
             ],
-            _PROBE + " result",
+            [Tool(name="f", description=_PROBE + " tool")],
+            needles=(CALL_BEGIN, _PROBE, _PROBE + " tool"),
         )
         notes = []
         if not self._has_system:
             notes.append("no system role: system text goes before the first user message")
-        if not (self._has_tool and self._has_calls):
-            notes.append("no tool role: tool calls and results become text")
+        if not self._has_tools:
+            notes.append(f"no tools of the form {CALL_BEGIN}: tools, calls and results become text")
         self.notes = tuple(notes)
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the template and its variables."""
+        template = None if self.template is None else self.template.chat_template
+        return hashlib.sha256(repr((template, sorted(self.template_kwargs.items()))).encode()).hexdigest()[:16]
+
+    def encode(self, prompt: str | Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the prompt ids: BOS and the text, or the rendered conversation up to where the assistant speaks.
+
+        Args:
+            prompt: Text or conversation.
+            tools: What the assistant may call; conversations only.
 
         Raises:
             PromptError: The template refuses the conversation.
@@ -167,14 +178,16 @@ class Prompter:
         if isinstance(prompt, str):
             return [*self.vocabulary.bos_ids, *self.vocabulary.encode_prompt(prompt)]
         if self.template is None:
-            return [*self.vocabulary.bos_ids, *self.vocabulary.encode_prompt(transcript(prompt))]
+            text = transcript(_with_tools_explained(prompt, tools))
+            return [*self.vocabulary.bos_ids, *self.vocabulary.encode_prompt(text)]
         separator = f"{secrets.randbelow(10**24):024}"  # digits survive every filter: lower, trim, escape, tojson
-        messages = self._adapted(prompt)
+        messages = self._adapted(prompt, tools)
+        told = tools if self._has_tools else ()
         try:
-            rendered = self._render(messages, separator)
+            rendered = self._render(messages, separator, told)
         except Exception as first:  # templates raise jinja2 errors of their own making
             try:
-                rendered = self._render(_merged(messages), separator)
+                rendered = self._render(_merged(messages), separator, told)
             except Exception:
                 raise PromptError(
                     f"the chat template refuses this sequence of roles: {', '.join(m.role for m in prompt)}",
@@ -184,7 +197,7 @@ class Prompter:
 
     # ------------------------------------------------------------------ template
 
-    def _render(self, messages: Iterable[Message], separator: str) -> str:
+    def _render(self, messages: Iterable[Message], separator: str, tools: Sequence[Tool] = ()) -> str:
         if self.template is None:
             raise PromptError("this member has no chat template")
         conversation = [_as_dict(message) for message in messages]
@@ -192,15 +205,17 @@ class Prompter:
             warnings.simplefilter("ignore")  # of templates; they concern the model's author, not the user
             rendered = self.template.apply_chat_template(
                 self._marked(conversation, separator),
+                tools=[self._marked(tool.as_dict(), separator) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **self.template_kwargs,
             )
         return str(rendered)
 
-    def _renders(self, messages: list[Message], needle: str = _PROBE) -> bool:
+    def _renders(self, messages: list[Message], tools: Sequence[Tool] = (), *, needles: Sequence[str]) -> bool:
         try:
-            return needle in self._render(messages, "")
+            rendered = self._render(messages, "", tools)
+            return all(needle in rendered for needle in needles)
         except Exception:  # "not supported" looks different in every template
             return False
 
@@ -223,11 +238,11 @@ class Prompter:
         parts.append(rendered[done:])
         return self.vocabulary.encode_prompt("".join(part.replace(separator, "") for part in parts))
 
-    def _adapted(self, messages: Sequence[Message]) -> list[Message]:
+    def _adapted(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """Rewrite what the template has no role for."""
         adapted = list(messages)
-        if not (self._has_tool and self._has_calls):
-            adapted = [_without_tools(message) for message in adapted]
+        if not self._has_tools:
+            adapted = [_without_tools(message) for message in _with_tools_explained(adapted, tools)]
         if not self._has_system and any(message.role == "system" for message in adapted):
             adapted = _system_into_user(adapted)
         return adapted
@@ -297,6 +312,16 @@ def _as_dict(message: Message) -> dict[str, Any]:
     return values
 
 
+def _with_tools_explained(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Put the tools into the system message."""
+    if not tools:
+        return list(messages)
+    first, rest = messages[0], messages[1:]
+    if first.role != "system":
+        return [Message(role="system", content=tools_prompt(tools)), *messages]
+    return [replace(first, content=f"{first.content}\n\n{tools_prompt(tools)}"), *rest]
+
+
 def _without_tools(message: Message) -> Message:
     if message.role == "tool":
         name = f" of {message.name}" if message.name else ""
@@ -305,7 +330,7 @@ def _without_tools(message: Message) -> Message:
         calls = [
             json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False) for c in message.tool_calls
         ]
-        text = "\n".join([message.content, *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]).strip()
+        text = "\n".join([message.content, *(f"{CALL_BEGIN}\n{call}\n{CALL_END}" for call in calls)]).strip()
         return Message(role="assistant", content=text)
     return message
 

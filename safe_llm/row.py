@@ -11,7 +11,7 @@ import numpy as np
 
 from safe_llm.detokenization import TextStream
 from safe_llm.drafting import Draft, top_log_probs
-from safe_llm.errors import SafeLLMError
+from safe_llm.errors import GenerationError, SafeLLMError
 from safe_llm.events import (
     Counters,
     EnsemblePoint,
@@ -22,6 +22,7 @@ from safe_llm.events import (
     TextDelta,
     Timings,
 )
+from safe_llm.grammar import Grammar
 from safe_llm.member import Member, Session
 from safe_llm.types import FinishDetail, GenerationRequest, TokenLogprob, Usage
 from safe_llm.verification import Track, Verdict
@@ -59,6 +60,7 @@ class Row:
         detailed: Somebody reads the events: report probabilities also where the decision did not need them.
         session: The drafter's session; None before the row has joined.
         tracks: The row on each verifier.
+        grammars: Where the row stands in its grammar, for each member, the drafter first; empty without one.
         ids: Generated drafter ids, END excluded.
         text: Their bytes: the truth that every member's ids are views of.
         stable: How many of `ids` were committed before the last round.
@@ -78,6 +80,7 @@ class Row:
     detailed: bool = False
     session: Session | None = None
     tracks: list[Track] = field(default_factory=list)
+    grammars: Sequence[Grammar] = ()
     ids: list[int] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
     stable: int = 0
@@ -149,6 +152,11 @@ class Row:
             if self._num_tokens + count >= self.request.sampling.max_tokens:
                 self.finished = FinishDetail.MAX_TOKENS
                 break
+        try:
+            for grammar in self.grammars:
+                grammar.advance(bytes(self.text[before:]))
+        except GenerationError as error:
+            self.error = error
         self._count(draft, verdict, count)
         if self._ttft_s is None:
             self._ttft_s = now - self.submitted_s

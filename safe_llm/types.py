@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Literal, get_args
 
 from safe_llm.errors import ConfigError, PromptError, UnknownNameError
+from safe_llm.tool_types import Tool, ToolCall, check_text
 
 __all__ = [
     "FinishDetail",
@@ -21,8 +21,10 @@ __all__ = [
     "Role",
     "SamplingParams",
     "TokenLogprob",
+    "Tool",
     "ToolCall",
     "Usage",
+    "check_text",
 ]
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -50,72 +52,6 @@ class FinishDetail(StrEnum):
     def reason(self) -> FinishReason:
         """The coarse reason that this detail belongs to."""
         return FinishReason.STOP if self in (FinishDetail.END, FinishDetail.STOP_STRING) else FinishReason.LENGTH
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call of a tool by the assistant.
-
-    Attributes:
-        name: The tool's name.
-        arguments: The decoded JSON object.
-        id: What its result refers to.
-
-    Raises:
-        PromptError: A name or an id that is not text, arguments that are not JSON, a lone surrogate.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = ""
-
-    def __post_init__(self) -> None:
-        check_text(self.name, "the name of a tool call")
-        check_text(self.id, "the id of a tool call")
-        if not isinstance(self.arguments, Mapping):
-            raise PromptError(f"arguments of a tool call must be a mapping, got {type(self.arguments).__name__}")
-        object.__setattr__(self, "arguments", _plain_json(self.arguments, "an argument of a tool call"))
-
-    @classmethod
-    def of(cls, value: ToolCall | Mapping[str, Any]) -> ToolCall:
-        """Return `value` as a ToolCall; a mapping may also have the OpenAI form, with a `function` in it."""
-        if isinstance(value, ToolCall):
-            return value
-        if not isinstance(value, Mapping):
-            raise PromptError(f"a tool call must be a ToolCall or a mapping, got {type(value).__name__}")
-        values = {key: item for key, item in value.items() if item is not None}
-        if isinstance(values.get("function"), Mapping):
-            values |= values.pop("function")
-            values.pop("type", None)
-        known = {field.name for field in fields(cls)}
-        for key in values:
-            if key not in known:
-                raise UnknownNameError("tool call field", str(key), known)
-        if "name" not in values:
-            raise PromptError("a tool call needs a 'name'")
-        arguments = values.get("arguments", {})
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except ValueError:
-                raise PromptError("arguments of a tool call are not valid JSON") from None
-        return cls(**{**values, "arguments": arguments})
-
-
-def _plain_json(value: object, what: str) -> Any:
-    """Return a copy of dicts and lists only, all of whose leaves are JSON values."""
-    if isinstance(value, str):
-        check_text(value, what)
-        return value
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise PromptError(f"{what} has a key that is not a str")
-        return {_plain_json(key, what): _plain_json(item, what) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_json(item, what) for item in value]
-    if value is None or isinstance(value, (bool, int, float)):
-        return value
-    raise PromptError(f"{what} is not a JSON value: {type(value).__name__}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,19 +119,6 @@ def _joined(content: Any) -> Any:
 
 Prompt = str | Sequence[Message | Mapping[str, Any]]
 """A plain text prompt, or a conversation."""
-
-
-def check_text(text: object, what: str) -> None:
-    """Raise PromptError unless `text` is a str that has a UTF-8 form (no lone surrogate)."""
-    if not isinstance(text, str):
-        raise PromptError(f"{what} must be str, got {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"{what} has a lone surrogate at character {error.start}",
-            hint="it is not valid Unicode text; decode it with errors='replace' first",
-        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,23 +195,36 @@ def _check_float(name: str, value: object, wanted: str, valid: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt with its decoding parameters."""
+    """One prompt with its decoding parameters.
+
+    Attributes:
+        prompt: Text, or a conversation.
+        sampling: How the answer is decoded.
+        tools: What the templates are told about.
+        grammar: What the answer must follow, as `safe_llm.grammar` writes it, or None.
+    """
 
     prompt: str | tuple[Message, ...]
     sampling: SamplingParams
+    tools: tuple[Tool, ...] = ()
+    grammar: str | None = None
 
     @classmethod
-    def of(cls, prompt: Prompt, sampling: SamplingParams) -> GenerationRequest:
-        """Validate `prompt` (text, or a non-empty conversation) and pair it with `sampling`.
+    def of(
+        cls, prompt: Prompt, sampling: SamplingParams, *, tools: tuple[Tool, ...] = (), grammar: str | None = None
+    ) -> GenerationRequest:
+        """Validate `prompt` (text, or a non-empty conversation) and pair it with the rest.
 
         Raises:
-            PromptError: Empty prompt or conversation, unusable text, a malformed message.
+            PromptError: Empty prompt or conversation, unusable text, a malformed message, tools with a plain text.
         """
         if isinstance(prompt, str):
             check_text(prompt, "the prompt")
             if not prompt:
                 raise PromptError("the prompt is empty", hint="give at least one character")
-            return cls(prompt=prompt, sampling=sampling)
+            if tools:
+                raise PromptError("tools were given with a plain text", hint="give a conversation: a list of messages")
+            return cls(prompt=prompt, sampling=sampling, grammar=grammar)
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sequence):
             raise PromptError(f"a prompt must be str or a sequence of messages, got {type(prompt).__name__}")
         messages = tuple(Message.of(message) for message in prompt)  # type: ignore[arg-type]
@@ -296,7 +232,7 @@ class GenerationRequest:
             raise PromptError("the conversation is empty", hint="give at least one message")
         if not any(message.content or message.tool_calls for message in messages):
             raise PromptError("every message of the conversation is empty", hint="give some text")
-        return cls(prompt=messages, sampling=sampling)
+        return cls(prompt=messages, sampling=sampling, tools=tools, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

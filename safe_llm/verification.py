@@ -17,8 +17,9 @@ import numpy as np
 from safe_llm.alignment import Alignment
 from safe_llm.backends.base import Scores
 from safe_llm.drafting import Draft
-from safe_llm.errors import NonFiniteLogitsError
+from safe_llm.errors import GenerationError, NonFiniteLogitsError
 from safe_llm.events import Decision, Outcome
+from safe_llm.grammar import Grammar
 from safe_llm.member import Member, Session, Want
 from safe_llm.methods.base import MemberView, Merged, Method, Point
 from safe_llm.sampling import draw, nucleus, residual, sampling_probs
@@ -70,6 +71,7 @@ class VerifyTask:
         blocked: Why the i-th drafted token is no candidate; None where it is one.
         every_token: No boundary check and no consensus check: merge right after the text, whatever its tokens are.
         detailed: Report every asked member's probability, also where C1 needed none.
+        grammars: Where the row stands in its grammar, for each verifier; empty without one.
         error: Why the row cannot go on.
     """
 
@@ -83,7 +85,8 @@ class VerifyTask:
     blocked: list[Outcome | None] = field(default_factory=list)
     every_token: bool = False
     detailed: bool = False
-    error: NonFiniteLogitsError | None = None
+    grammars: Sequence[Grammar] = ()
+    error: GenerationError | None = None
     _scored: list[_Scored] = field(default_factory=list)
 
     def candidates(self) -> list[int]:
@@ -127,10 +130,14 @@ def align(task: VerifyTask, text: bytes | bytearray, unchanged: int) -> None:
     for track in task.tracks:
         track.alignment.update(text, unchanged)
         track.dirty = min(track.dirty, track.alignment.start)
-    task.blocked = [None if task.every_token else _blocked(task, i) for i in range(len(task.keys))]
+    task.blocked = [_blocked(task, i) for i in range(len(task.keys))]
 
 
 def _blocked(task: VerifyTask, index: int) -> Outcome | None:
+    if task.draft.forced[index]:
+        return Outcome.FORCED
+    if task.every_token:
+        return None
     offset = task.offsets[index]
     for track in task.tracks:
         count = track.alignment.tokens_before(offset)
@@ -172,8 +179,39 @@ def score(verifier: Member, index: int, tasks: Sequence[VerifyTask]) -> None:
             held = [offset + task.count(track, i) - want.first for i in task.candidates() if i < early]
             if held:
                 scores.forbid_end(held)
+        if task.grammars:
+            _restrict(task, index, scores, offset - want.first)
         task._scored.append(_Scored(scores, offset, want.first, {}))
     _check_finite(verifier, index, asked, scores)
+
+
+def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
+    """Leave the verifier, at every candidate, what the grammar allows there.
+
+    Where it can spell nothing of that, it is left alone: the drafter's mask holds.
+
+    Args:
+        task: The row.
+        index: The verifier's place.
+        scores: Its scores.
+        shift: From a number of generated ids to a position in `scores`.
+    """
+    grammar, followed = task.grammars[index], b""
+    positions, masks = [], []
+    try:
+        for i in task.candidates():
+            step = b"".join(task.keys[:i])[len(followed) :]
+            grammar.advance(step)
+            followed += step
+            mask = grammar.allowed()
+            if mask.any():
+                positions.append(task.count(task.tracks[index], i) + shift)
+                masks.append(mask)
+        grammar.rollback(len(followed))
+    except GenerationError as error:
+        task.error = error
+    if positions:
+        scores.restrict(positions, np.stack(masks))
 
 
 def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> int | None:

@@ -89,7 +89,26 @@ def unite(members: list[Member], rows: list[np.ndarray], config: EnsembleConfig)
     return union[int(scores.argmax())]
 
 
-def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tokens: int) -> Answer:
+def masked(member: Member, row: np.ndarray, text: bytes, grammar: str | None) -> np.ndarray:
+    """The row without what the grammar does not allow after `text`."""
+    if grammar is None:
+        return row
+    state = member.follow(grammar)  # from the start, every time: nothing is rolled back
+    state.advance(text)
+    return np.where(state.allowed(), row, -np.inf)
+
+
+def is_forced(member: Member, key: bytes, text: bytes, grammar: str | None) -> bool:
+    if grammar is None:
+        return False
+    state = member.follow(grammar)
+    state.advance(text)
+    return state.forced().startswith(key) if key else int(state.allowed().sum()) == 1
+
+
+def generate(
+    members: list[Member], prompt: str, config: EnsembleConfig, max_tokens: int, grammar: str | None = None
+) -> Answer:
     drafter, verifiers = members[0], members[1:]
     weights = config.normalized_weights(len(members))
     prompts = [member.prompter.encode(prompt) for member in members]
@@ -98,7 +117,8 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
         draft: list[int] = []
         rows_d: list[np.ndarray] = []
         for _ in range(min(config.lookahead, max_tokens - len(answer.ids))):
-            rows_d.append(logits_after(drafter, prompts[0] + answer.ids + draft))
+            row = logits_after(drafter, prompts[0] + answer.ids + draft)
+            rows_d.append(masked(drafter, row, answer.text + b"".join(key_of(drafter, i) for i in draft), grammar))
             draft.append(int(rows_d[-1].argmax()))
             if drafter.vocabulary.is_end(draft[-1]):
                 break
@@ -109,7 +129,8 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
         replacement: bytes | None = None
         for j, key in enumerate(keys):
             start = len(answer.text) + sum(map(len, keys[:j]))
-            outcome = None
+            text = answer.text + b"".join(keys[:j])
+            outcome = "forced" if is_forced(drafter, key, text, grammar) else None
             own = []
             for verifier, piece, bound in zip(verifiers, pieces, bounds, strict=True):
                 if outcome is None and start not in bound:
@@ -122,7 +143,8 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
             if outcome is None:
                 rows = [rows_d[j]]
                 for n, (verifier, piece, bound) in enumerate(zip(verifiers, pieces, bounds, strict=True)):
-                    rows.append(logits_after(verifier, prompts[n + 1] + piece.ids[: bound[start]]))
+                    row = logits_after(verifier, prompts[n + 1] + piece.ids[: bound[start]])
+                    rows.append(masked(verifier, row, text, grammar))
                 probs = [softmax(rows[0])[draft[j]]]
                 probs += [softmax(row)[o] for row, o in zip(rows[1:], own, strict=True)]
                 if all(int(row.argmax()) == o for row, o in zip(rows[1:], own, strict=True)):

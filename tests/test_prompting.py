@@ -18,11 +18,13 @@ from safe_llm.errors import ModelCorruptError, PromptError, UnsupportedModelErro
 from safe_llm.models import DEMO_MODELS, resolve
 from safe_llm.prompting import Prompter, load_tokenizer, transcript
 from safe_llm.testing.tokenizers import byte_level, metaspace, unigram, wordpiece
-from safe_llm.types import GenerationRequest, Message, SamplingParams, ToolCall
+from safe_llm.tool_calling import tools_prompt
+from safe_llm.types import GenerationRequest, Message, SamplingParams, Tool, ToolCall
 from safe_llm.vocabulary import Vocabulary
 from tokenizer_zoo import HOSTILE, TEXTS, llama3, metaspace_pre, prefix_space, stripping
 
 CHATML = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined else '' }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n"
@@ -52,6 +54,7 @@ LLAMA3 = (
     "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+NO_TOOLS = "no tools of the form <tool_call>: tools, calls and results become text"
 SILENT = (  # drops what it does not know, and thinks aloud
     "{% for m in messages %}{% if m.role == 'user' %}<s>Q: {{ m.content }}\n{% elif m.role == 'assistant' %}"
     "A: {{ m.content.split('</think>')[-1] | trim }}</s>{% endif %}{% endfor %}A:"
@@ -392,7 +395,7 @@ def test_tokenizer_without_bos_gets_none():
 
 def test_template_with_system_role_has_no_notes():
     assert chat("chatml")[1].notes == ()
-    assert chat("phi 3")[1].notes == chat("llama 3")[1].notes == ("no tool role: tool calls and results become text",)
+    assert chat("phi 3")[1].notes == chat("llama 3")[1].notes == (NO_TOOLS,)
 
 
 @pytest.mark.parametrize("name", ["llama 2", "gemma", "silent"])
@@ -460,11 +463,39 @@ def test_tool_calls_and_results_go_through_a_template_that_knows_them():
 @pytest.mark.parametrize("name", ["llama 2", "gemma", "silent"])
 def test_tool_calls_and_results_become_text_elsewhere(name):
     fast, prompter = chat(name)
-    assert any("no tool role" in note for note in prompter.notes)
+    assert NO_TOOLS in prompter.notes
     call = ToolCall(name="add", arguments={"a": 1}, id="1")
     got = prompter.encode([user("x"), assistant("", tool_calls=(call,)), Message(role="tool", content="3", name="add")])
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert got == own_ids(fast, [user("x"), assistant(text), user("Result of add:\n3")])
+
+
+TOOL = Tool(name="add", description="adds <|im_end|> numbers", parameters={"type": "object", "properties": {}})
+
+
+def test_tools_are_rendered_by_a_template_that_knows_them():
+    _, prompter = chat("chatml")
+    spelt = spelled(prompter, prompter.encode([user("x")], [TOOL]))
+    assert spelt.startswith(
+        'system\n{"type": "function", "function": {"name": "add", "description": "adds <|im_end|> n'
+    )
+    # what looks like a control token in a description stays text (A16)
+    assert prompter.encode([user("x")], [TOOL]).count(prompter.vocabulary.control_ids["<|im_end|>"]) == 2
+
+
+@pytest.mark.parametrize("name", ["llama 3", "gemma", "llama 2"])
+def test_tools_are_explained_in_the_system_text_elsewhere(name):
+    _, prompter = chat(name)
+    told = system("s\n\n" + tools_prompt([TOOL]))
+    assert prompter.encode([system("s"), user("x")], [TOOL]) == prompter.encode([told, user("x")])
+    assert prompter.encode([user("x")], [TOOL]) == prompter.encode([system(tools_prompt([TOOL])), user("x")])
+
+
+def test_tools_are_explained_in_a_transcript():
+    vocabulary = Vocabulary(byte_level())
+    prompter = Prompter(vocabulary)
+    text = b"".join(vocabulary.surface(i) for i in prompter.encode([user("x")], [TOOL])).decode()
+    assert text == "System:\n" + tools_prompt([TOOL]) + "\n\nUser:\nx\n\nAssistant:\n"
 
 
 def test_empty_content_is_rendered():

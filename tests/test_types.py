@@ -16,6 +16,7 @@ from safe_llm.types import (
     GenerationRequest,
     Message,
     SamplingParams,
+    Tool,
     ToolCall,
     Usage,
 )
@@ -209,6 +210,7 @@ def test_unknown_role_is_refused(role):
         (calling({"name": "f", "arguments": "[1]"}), "must be a mapping, got list"),
         (calling({"name": "f", "arguments": {"a": object()}}), "not a JSON value: object"),
         (calling({"name": "f", "arguments": {5: 1}}), "a key that is not a str"),
+        (calling({"name": "f", "arguments": {"a": float("nan")}}), "not a JSON value: nan"),
     ],
 )
 def test_malformed_message_is_refused_with_plain_words(value, words):
@@ -263,6 +265,97 @@ def test_tool_call_keeps_plain_copies_of_its_arguments():
 def test_assistant_turn_of_calls_alone_is_a_conversation():
     call = ToolCall(name="f", arguments={})
     GenerationRequest.of([Message(role="assistant", content="", tool_calls=(call,))], GREEDY)
+
+
+# ---------------------------------------------------------------------- tools
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "f", "description": "d", "parameters": PARAMETERS},
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS}},
+        {"type": "function", "function": {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True}},
+        {"name": "f", "description": "d", "parameters": {"properties": PARAMETERS["properties"]}},
+        Tool(name="f", description="d", parameters=types.MappingProxyType(PARAMETERS)),
+    ],
+)
+def test_tool_may_have_several_forms(value):
+    tool = Tool.of(value)
+    assert tool == Tool(name="f", description="d", parameters=PARAMETERS)
+    function = {"name": "f", "description": "d", "parameters": PARAMETERS}
+    assert tool.as_dict() == {"type": "function", "function": function}
+    assert Tool.of(tool) is tool
+    assert Tool.of(tool.as_dict()) == tool
+
+
+def test_tool_needs_a_name_only():
+    empty = {"type": "object", "properties": {}}
+    assert Tool(name="f") == Tool(name="f", description="", parameters=empty)
+    assert Tool.of({"name": "f"}) == Tool(name="f")
+    assert Tool.of({"function": {"name": "f", "description": None, "parameters": None, "strict": None}}) == Tool(
+        name="f"
+    )
+    assert Tool(name="f", parameters={}).parameters == {"type": "object"}
+
+
+@pytest.mark.parametrize("name", ["f", "get_weather", "ns.f:2-b", "F" * 64])
+def test_tool_name_of_usual_characters_is_taken(name):
+    assert Tool(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "f g", "é", "f\n", 'f"', "f(x)", "F" * 65, 5, SURROGATE])
+def test_tool_name_of_other_characters_is_refused(name):
+    with pytest.raises(PromptError, match=r"a tool cannot be named .* \(take 1 to 64 letters, digits or _\.:-\)"):
+        Tool.of({"name": name})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("f", "a tool must be a Tool or a mapping, got str"),
+        (lambda: None, "a tool must be a Tool or a mapping, got function"),
+        ({"description": "d"}, "a tool needs a 'name'"),
+        ({"name": None}, "a tool needs a 'name'"),
+        ({"type": "function", "function": {}}, "a tool needs a 'name'"),
+        ({"name": "f", "description": 5}, "description of tool 'f' must be str, got int"),
+        ({"name": "f", "description": SURROGATE}, "description of tool 'f' has a lone surrogate"),
+        ({"name": "f", "parameters": [1]}, "parameters of tool 'f' must be a mapping, got list"),
+        ({"name": "f", "parameters": {"type": "array"}}, "parameters of tool 'f' have the type 'array'"),
+        ({"name": "f", "parameters": {"type": ["object"]}}, r"parameters of tool 'f' have the type \['object'\]"),
+        ({"name": "f", "parameters": {"default": float("inf")}}, "the parameters of tool 'f' is not a JSON value: inf"),
+        ({"name": "f", "parameters": {"default": float("nan")}}, "the parameters of tool 'f' is not a JSON value: nan"),
+        ({"name": "f", "parameters": {"default": {1, 2}}}, "the parameters of tool 'f' is not a JSON value: set"),
+        ({"name": "f", "parameters": {5: 1}}, "the parameters of tool 'f' has a key that is not a str"),
+        ({"name": "f", "parameters": {"title": SURROGATE}}, "the parameters of tool 'f' has a lone surrogate"),
+    ],
+)
+def test_tool_that_is_not_usable_is_refused_with_plain_words(value, words):
+    with pytest.raises(PromptError, match=words):
+        Tool.of(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"name": "f", "parameter": {}}, "unknown tool field 'parameter' .did you mean 'parameters'"),
+        ({"type": "function", "function": {"name": "f", "desciption": ""}}, "did you mean 'description'"),
+        ({"name": "f", "strict": True}, "unknown tool field 'strict'"),
+        ({"type": "web_search"}, "unknown tool field 'type'"),
+    ],
+)
+def test_unknown_tool_field_is_refused(value, words):
+    with pytest.raises(UnknownNameError, match=words):
+        Tool.of(value)
+
+
+def test_tool_keeps_plain_copies_of_its_parameters():
+    inner = ["a"]
+    tool = Tool(name="f", parameters={"required": inner, "enum": (1, 2)})
+    inner.append("b")
+    assert tool.parameters == {"type": "object", "required": ["a"], "enum": [1, 2]}
 
 
 # ---------------------------------------------------------------------- ends and usage

@@ -92,6 +92,10 @@ class Scores(Protocol):
         """Set END to -inf at these positions, for all later calls (min_tokens)."""
         ...
 
+    def restrict(self, positions: Sequence[int], allowed: npt.NDArray[np.bool_]) -> None:
+        """Set ids that are not `allowed` [P, W] to -inf at these positions, for all later calls (grammars)."""
+        ...
+
     def dense(self, positions: Sequence[int]) -> torch.Tensor:
         """Return full float32 logits [P, W] on the backend's device. Only where `Backend.has_dense_scores`."""
         ...

@@ -113,6 +113,17 @@ class DenseScores:
         self._logits[rows, self._end_id] = -_INF
         self._top1 = self._log_mass = None
 
+    @torch.inference_mode()
+    def restrict(self, positions: Sequence[int], allowed: npt.NDArray[np.bool_]) -> None:
+        """Set ids that are not `allowed` [P, W] to -inf at these positions, for all later calls."""
+        rows = self._indices(positions)[0]
+        logits = self._logits[rows]
+        kept = torch.from_numpy(allowed).to(logits.device)
+        hidden = _row_max(logits.masked_fill(kept, -_INF))  # a NaN among them still fails the position
+        self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], hidden)
+        self._logits[rows] = logits.masked_fill(~kept, -_INF)
+        self._top1 = self._log_mass = None
+
     def dense(self, positions: Sequence[int]) -> torch.Tensor:
         """Return a copy of the full rows, float32 [P, W], on the logits' device."""
         return self._logits[self._indices(positions)[0]]
