@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NoReturn, Self, overload
 
 from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig, check_names, preset
 from safe_llm.engine import Engine
@@ -133,6 +133,17 @@ class Ensemble:
     def is_closed(self) -> bool:
         """Whether it refuses new requests."""
         return self._scheduler.is_closed
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # frameworks copy the objects that hold it; the weights stay one
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an ensemble of loaded members cannot be pickled; give the other process its preset or its models' names"
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(member.name for member in self._all_members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,15 @@ from safe_llm.testing.tokenizers import byte_level, metaspace
 from safe_llm.types import Message
 from safe_llm.vocabulary import Vocabulary
 
-__all__ = ["answering", "scripted_ensemble", "scripted_member"]
+__all__ = ["answering", "conversing", "scripted_ensemble", "scripted_member"]
 
 Answers = Mapping[str, str]
 """Prompt (a plain text, or the user message of a one-turn conversation) -> what the model answers."""
+
+Reply = Callable[[str], str]
+"""From a conversation, as `safe_llm.prompting.transcript` writes it, to what the model answers."""
+
+_SPEAKS = b"Assistant:\n"
 
 
 def answering(vocabulary: Vocabulary, answers: Answers, *, peak: float = 0.9) -> NextLogits:
@@ -37,13 +43,36 @@ def answering(vocabulary: Vocabulary, answers: Answers, *, peak: float = 0.9) ->
     known = {prompt.encode(): answer.encode() for prompt, answer in answers.items()}
     known |= {transcript([Message(role="user", content=p)]).encode(): a.encode() for p, a in answers.items()}
 
-    def next_logits(ids: tuple[int, ...]) -> npt.NDArray[np.float64]:
-        text = b"".join(vocabulary.surface(i) for i in ids)
+    def rest_of(text: bytes) -> bytes:
         text = text if text.startswith(tuple(known)) else text.removeprefix(b" ")  # SentencePiece's dummy prefix
         prompt = max((p for p in known if text.startswith(p)), key=len, default=None)
-        rest = b""
-        if prompt is not None and known[prompt].startswith(text[len(prompt) :]):
-            rest = known[prompt][len(text) - len(prompt) :]
+        return b"" if prompt is None else _rest(known[prompt], text[len(prompt) :])
+
+    return _saying(vocabulary, rest_of, peak)
+
+
+def conversing(vocabulary: Vocabulary, reply: Reply, *, peak: float = 0.9) -> NextLogits:
+    """Make a model that answers conversations by a function of their transcript, tools and results included.
+
+    The member must have no chat template, and no message may contain a line `Assistant:` of its own.
+    """
+
+    def rest_of(text: bytes) -> bytes:
+        prompt, speaks, begun = text.removeprefix(b" ").rpartition(_SPEAKS)
+        return _rest(reply((prompt + speaks).decode("utf-8", errors="replace")).encode(), begun) if speaks else b""
+
+    return _saying(vocabulary, rest_of, peak)
+
+
+def _rest(answer: bytes, begun: bytes) -> bytes:
+    return answer[len(begun) :] if answer.startswith(begun) else b""
+
+
+def _saying(vocabulary: Vocabulary, rest_of: Callable[[bytes], bytes], peak: float) -> NextLogits:
+    """Want what `rest_of` all text so far says comes next, and END after it."""
+
+    def next_logits(ids: tuple[int, ...]) -> npt.NDArray[np.float64]:
+        rest = rest_of(b"".join(vocabulary.surface(i) for i in ids))
         end = vocabulary.symbols.end_id
         chosen = vocabulary.encode(rest).ids[0] if rest else end
         logits = np.full(vocabulary.width, np.log((1.0 - peak) / (vocabulary.width - 1)))
@@ -51,6 +80,10 @@ def answering(vocabulary: Vocabulary, answers: Answers, *, peak: float = 0.9) ->
         return logits
 
     return next_logits
+
+
+def _script(script: Answers | Reply) -> Answers | Callable[[Vocabulary], NextLogits]:
+    return functools.partial(conversing, reply=script) if callable(script) else script
 
 
 def scripted_member(
@@ -79,18 +112,18 @@ def scripted_member(
     return Member(name, backend, vocabulary, prompter=Prompter(vocabulary, template))
 
 
-def scripted_ensemble(drafter: Answers, verifier: Answers | None = None, **options: Any) -> Ensemble:
+def scripted_ensemble(drafter: Answers | Reply, verifier: Answers | Reply | None = None, **options: Any) -> Ensemble:
     """Build a two-member ensemble with different tokenizers: `drafter` (byte-level) and `verifier` (SentencePiece).
 
     Args:
-        drafter: What the drafter answers.
+        drafter: What the drafter answers: known answers, or a function of the conversation (see `conversing`).
         verifier: What the verifier answers; by default the same.
         **options: Fields of `EnsembleConfig`.
     """
     from safe_llm.config import EnsembleConfig
 
     members = [
-        scripted_member("drafter", byte_level(), drafter),
-        scripted_member("verifier", metaspace(), drafter if verifier is None else verifier),
+        scripted_member("drafter", byte_level(), _script(drafter)),
+        scripted_member("verifier", metaspace(), _script(drafter if verifier is None else verifier)),
     ]
     return Ensemble(members, EnsembleConfig(**options))

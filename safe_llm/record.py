@@ -1,0 +1,99 @@
+"""What a generation did, as plain JSON values: the one form that messages, callbacks and traces carry.
+
+Nothing here holds text of the prompt or of the answer, except the tokens at the ensemble points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from safe_llm.events import EnsemblePoint, Result, Timings
+
+__all__ = ["PHASES", "SCHEMA_VERSION", "phase_seconds", "point_record", "safe_record"]
+
+SCHEMA_VERSION = 1
+
+PHASES = ("tokenize", "prefill", "draft", "verify", "ensemble")
+"""What a generation spends its time on, in the order of one round."""
+
+
+def safe_record(result: Result, *, members: Sequence[str], mode: str, method: str, fingerprint: str) -> dict[str, Any]:
+    """Return the record of one answer.
+
+    It has strings, floats and lists, so it may stand on one chunk of a stream only: LangChain concatenates the strings
+    of merged chunks, adds their integers and refuses their floats.
+
+    Args:
+        result: The answer.
+        members: Names, the drafter first.
+        mode: The ensemble's mode.
+        method: The ensemble's method.
+        fingerprint: The ensemble's fingerprint.
+    """
+    counters = result.counters
+    record: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "members": list(members),
+        "mode": mode,
+        "method": method,
+        "fingerprint": fingerprint,
+        "n_points": counters.num_ensembled,
+        "n_replaced": counters.num_replaced,
+        "n_rounds": counters.num_rounds,
+        "n_tokens": counters.num_tokens,
+        "n_draft_tokens": counters.num_draft_tokens,
+        "n_accepted_tokens": counters.num_accepted_tokens,
+        "acceptance_rate": counters.acceptance_rate,
+        "mean_acceptance_length": counters.mean_acceptance_length,
+        "ensemble_rate": counters.ensemble_rate,
+        "replacement_rate": counters.replacement_rate,
+        "outcomes": {str(outcome): count for outcome, count in counters.outcomes.items()},
+        "n_forwards": dict(counters.num_forwards),
+        "latency_s": _latency(result.timings),
+        "finish_detail": str(result.finish_detail),
+    }
+    if result.seed is not None:
+        record["seed"] = result.seed
+    return record
+
+
+def point_record(point: EnsemblePoint) -> dict[str, Any]:
+    """Return the record of one ensemble point; bytes become text, with U+FFFD where they are not UTF-8."""
+    # Never a key "index": LangChain merges list items of the same index into one when it adds chunks.
+    return {
+        "position": point.position,
+        "byte_offset": point.byte_offset,
+        "token_before": _text(point.drafted),
+        "token": _text(point.chosen),
+        "replaced": point.replaced,
+        "end": not point.chosen,
+        "reason": point.reason,
+        "probs": _probs(point.probabilities),
+        "candidates": [
+            {"token": _text(c.token), "prob": float(c.probability), "probs": _probs(c.probabilities)}
+            for c in point.candidates
+        ],
+    }
+
+
+def phase_seconds(timings: Timings) -> dict[str, float]:
+    """Return the seconds of every phase, in the order of `PHASES`."""
+    return {phase: getattr(timings, f"{phase}_s") for phase in PHASES}
+
+
+def _latency(timings: Timings) -> dict[str, float | None]:
+    return {
+        **phase_seconds(timings),
+        "total": timings.total_s,
+        "ttft": timings.ttft_s,
+        "tpot": timings.tpot_s,
+    }
+
+
+def _text(token: bytes) -> str:
+    return token.decode("utf-8", errors="replace")
+
+
+def _probs(probabilities: Mapping[str, float]) -> dict[str, float]:
+    return {member: float(p) for member, p in probabilities.items()}
