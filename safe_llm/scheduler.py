@@ -32,7 +32,7 @@ class Scheduler:
         self.is_closed = False
         self._engine = engine
         self._max_batch_size = max_batch_size
-        self._lock = threading.Lock()
+        self._lock = _FairLock()
         self._active: list[Row] = []
         self._waiting: deque[Row] = deque()
 
@@ -53,8 +53,7 @@ class Scheduler:
         """
         now = time.perf_counter()
         rows = [Row(request=r, index=i, submitted_s=now, detailed=detailed) for i, r in enumerate(requests)]
-        with self._lock:
-            self._waiting.extend(rows)
+        self._waiting.extend(rows)  # without the lock: it is held for a whole round, and the next one should have them
         running = list(rows)
         try:
             while running:
@@ -131,6 +130,42 @@ class Scheduler:
                 row.error = row.error or Cancelled("the ensemble was closed")
             self._waiting.clear()
             self._retire()
+
+
+class _FairLock:
+    """A lock that goes to whoever has waited longest.
+
+    `threading.Lock` mostly goes back to who released it: then one caller drives round after round while the others wait
+    to take their tokens, or to join.
+    """
+
+    def __init__(self) -> None:
+        self._inner = threading.Lock()
+        self._turns: deque[threading.Lock] = deque()  # the first one's owner holds the lock
+
+    def __enter__(self) -> None:
+        turn = threading.Lock()
+        turn.acquire()
+        try:
+            with self._inner:
+                self._turns.append(turn)
+                if self._turns[0] is turn:
+                    turn.release()
+            turn.acquire()
+        except BaseException:  # interrupted while waiting
+            self._leave(turn)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(self._turns[0])
+
+    def _leave(self, turn: threading.Lock) -> None:
+        with self._inner:
+            was_first = bool(self._turns) and self._turns[0] is turn
+            if turn in self._turns:
+                self._turns.remove(turn)
+            if was_first and self._turns:
+                self._turns[0].release()
 
 
 def _owned(error: Exception) -> BaseException:

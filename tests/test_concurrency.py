@@ -406,10 +406,10 @@ def test_loop_that_is_closed_without_ceremony_lets_the_producer_end(thread_failu
     loop = asyncio.new_event_loop()
     stream = iterate_in_thread(source_of(made), max_items=3)
 
-    async def step():  # within the loop, whose hooks the generator then has
+    async def step(stream):  # within the loop, whose hooks the generator then has
         return await anext(stream)
 
-    assert loop.run_until_complete(step()) == 1
+    assert loop.run_until_complete(step(stream)) == 1
     assert made[0].made_some[4].wait(GUARD_S)
     loop.close()
     assert not made[0].was_closed.is_set(), "it waits for room, as the stream may be read on"

@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 
+import langchain_safe_llm
+import llama_index.llms.safe_llm
 import safe_llm
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = sorted((ROOT / "safe_llm").rglob("*.py"))
+SOURCES = sorted([*(ROOT / "safe_llm").rglob("*.py"), *(ROOT / "integrations").rglob("*.py")])
 MODULES = sorted(
-    name for _, name, _ in pkgutil.walk_packages(safe_llm.__path__, "safe_llm.") if not name.endswith("__main__")
+    name
+    for package in (safe_llm, langchain_safe_llm, llama_index.llms.safe_llm)
+    for _, name, _ in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    if not name.endswith("__main__")
 )
 
 
@@ -55,7 +60,17 @@ def test_everything_exported_at_the_top_resolves():
 
 
 @pytest.mark.parametrize(
-    "module", ["safe_llm", "safe_llm.cli", "safe_llm.errors", "safe_llm.config", "safe_llm.models"]
+    "module",
+    [
+        "safe_llm",
+        "safe_llm.cli",
+        "safe_llm.errors",
+        "safe_llm.config",
+        "safe_llm.models",
+        "safe_llm.sharing",
+        "langchain_safe_llm",
+        "llama_index.llms.safe_llm",
+    ],
 )
 def test_import_is_light(module):
     code = f"import {module}, sys; print(*[m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"

@@ -16,7 +16,7 @@ import pytest
 
 from helpers import QUESTION, tiny_folder
 from safe_llm import Ensemble, EnsembleConfig, EnsembleSpec, MemberConfig
-from safe_llm.errors import ConfigError, ModelNotFoundError, UnknownNameError
+from safe_llm.errors import ConfigError, ModelNotFoundError
 from safe_llm.sharing import LazyEnsemble
 from safe_llm.testing import scripted_ensemble
 
@@ -386,9 +386,3 @@ def test_pickled_handle_loads_in_another_process(folder):
     code = f"import pickle, sys; print(repr(pickle.load(sys.stdin.buffer).get().{use}))"
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(handle), capture_output=True, timeout=300)
     assert done.stdout.decode().strip() == repr(expected), done.stderr.decode()
-
-
-def test_unknown_name_is_still_its_own_error():
-    with pytest.raises(UnknownNameError) as caught:
-        LazyEnsemble.of(preset="demo", config={"metod": "gac"})
-    assert caught.value.name == "metod"
