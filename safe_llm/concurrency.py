@@ -7,6 +7,7 @@ The engine has no async twin. What these functions run gets a `cancel` event, as
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import queue
@@ -75,7 +76,7 @@ async def run_in_thread(call: Callable[[threading.Event], T]) -> T:
     loop = asyncio.get_running_loop()
     cancel = threading.Event()
     done: asyncio.Future[T | _End] = loop.create_future()
-    _start(_call, call, cancel, lambda outcome: loop.call_soon_threadsafe(_settle, done, outcome))
+    _start(cancel.set, _call, call, cancel, lambda outcome: loop.call_soon_threadsafe(_settle, done, outcome))
     try:
         outcome = await done
     except BaseException:
@@ -107,7 +108,12 @@ async def iterate_in_thread(
     places = _Places(max_items)
     seat = _Seat(places)
     arrived: asyncio.Queue[T | _End] = asyncio.Queue()
-    _start(_produce, make, cancel, places, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
+
+    def stop() -> None:
+        cancel.set()
+        places.free()
+
+    _start(stop, _produce, make, cancel, places, lambda item: loop.call_soon_threadsafe(arrived.put_nowait, item))
     try:
         while not isinstance(item := await arrived.get(), _End):
             places.free()
@@ -119,9 +125,36 @@ async def iterate_in_thread(
         seat.leave()
 
 
-def _start(work: Callable[..., None], *args: Any) -> None:
+_WORKERS: dict[threading.Thread, Callable[[], None]] = {}
+"""Threads at work, and what makes each of them stop."""
+
+_PATIENCE_S = 60.0
+"""How long the interpreter's end waits for a round that has begun."""
+
+
+def _start(stop: Callable[[], None], work: Callable[..., None], *args: Any) -> None:
     run = contextvars.copy_context().run
-    threading.Thread(target=run, args=(work, *args), name="safe_llm-worker", daemon=True).start()
+
+    def whole() -> None:
+        try:
+            run(work, *args)
+        finally:
+            _WORKERS.pop(threading.current_thread(), None)
+
+    worker = threading.Thread(target=whole, name="safe_llm-worker", daemon=True)
+    _WORKERS[worker] = stop
+    worker.start()
+
+
+@atexit.register
+def _stop_workers() -> None:
+    """End what is still at work: a thread inside of torch when the interpreter ends would abort the process."""
+    workers = dict(_WORKERS)
+    for stop in workers.values():
+        stop()
+    for worker in workers:
+        if worker.is_alive():
+            worker.join(_PATIENCE_S)
 
 
 def _call(call: Callable[[threading.Event], T], cancel: threading.Event, tell: Callable[[T | _End], object]) -> None:

@@ -7,6 +7,7 @@ this one operation.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class Member:
         prompter: How it reads prompts.
         fingerprint: Identity of its weights, for cache keys and traces.
         licence: Of the weights, as far as known.
+        dtype: Of the weights, as far as known.
+        device: Where they are, as far as known.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Member:
         prompter: Prompter | None = None,
         fingerprint: str | None = None,
         licence: str | None = None,
+        dtype: str | None = None,
+        device: str | None = None,
     ) -> None:
         if backend.width != vocabulary.width:
             raise UnsupportedModelError(
@@ -84,8 +89,10 @@ class Member:
         self.backend = backend
         self.vocabulary = vocabulary
         self.prompter = prompter or Prompter(vocabulary)
-        self.fingerprint = fingerprint or name
+        self.fingerprint = fingerprint or f"{name}:{secrets.token_hex(8)}"  # unknown weights are nobody else's
         self.licence = licence
+        self.dtype = dtype
+        self.device = device
         self._grammar_tokenizer: GrammarTokenizer | None = None
 
     @classmethod
@@ -132,6 +139,8 @@ class Member:
             prompter=Prompter(vocabulary, files.template, config.template_kwargs),
             fingerprint=fingerprint,
             licence=resolved.licence,
+            dtype=str(model.dtype).removeprefix("torch."),
+            device=str(model.device),
         )
 
     # ------------------------------------------------------------------ sessions

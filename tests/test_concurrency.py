@@ -7,6 +7,8 @@ import contextlib
 import contextvars
 import functools
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -529,3 +531,32 @@ async def test_loop_ticks_while_the_engine_decodes():
     assert not task.done()
     permits.release(10_000)
     assert await task == ANSWERS["Who?"]
+
+
+LEAVES_AT_EXIT = """
+import asyncio
+from safe_llm.concurrency import iterate_in_thread, run_in_thread
+from safe_llm.testing import scripted_ensemble
+
+safe = scripted_ensemble({f"Q{n}": " ".join(f"word{n}{k}" for k in range(200)) for n in range(4)})
+
+async def leave(n):
+    stream = iterate_in_thread(lambda cancel: safe.stream(f"Q{n}", events=True, max_tokens=2000, cancel=cancel))
+    await anext(stream)
+    await stream.aclose()
+
+async def main():
+    await asyncio.gather(*map(leave, range(4)))
+
+asyncio.run(main())
+loop = asyncio.new_event_loop()
+task = loop.create_task(run_in_thread(lambda cancel: safe.generate("Q0", max_tokens=2000, cancel=cancel)))
+loop.run_until_complete(asyncio.sleep(0.05))  # and then nobody runs the loop any more
+"""
+
+
+def test_interpreter_ends_while_workers_are_at_work():
+    # E20: a daemon thread inside of torch at the end would abort the process
+    done = subprocess.run([sys.executable, "-c", LEAVES_AT_EXIT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr

@@ -546,13 +546,16 @@ def test_stream_takes_one_prompt():
 def test_fingerprint_tells_ensembles_apart():
     # E01, E02: members, weights, method, thresholds
     base = scripted_ensemble(ANSWERS)
-    assert base.fingerprint == scripted_ensemble(ANSWERS).fingerprint
+    assert base.fingerprint == ensemble(*base.members).fingerprint
     others = [
-        scripted_ensemble(ANSWERS, method="gac"),
-        scripted_ensemble(ANSWERS, weights=(2.0, 1.0)),
-        scripted_ensemble(ANSWERS, consensus_threshold=0.6),
-        scripted_ensemble(ANSWERS, lookahead=4),
+        ensemble(*base.members, method="gac"),
+        ensemble(*base.members, weights=(2.0, 1.0)),
+        ensemble(*base.members, consensus_threshold=0.6),
+        ensemble(*base.members, lookahead=4),
         ensemble(*reversed(base.members)),
+        Ensemble(base.members, sampling={"temperature": 1.0}),
+        Ensemble(base.members, method=UniTE(top_k=3)),
+        scripted_ensemble(ANSWERS),  # the same names, but nobody knows whether also the same weights
     ]
     assert len({base.fingerprint, *(o.fingerprint for o in others)}) == 6
     assert "drafter" in repr(base)

@@ -147,7 +147,7 @@ class EnsembleModel(BaseModel):
         )
         if isinstance(temperature, (int, float)):  # what is not valid is said where the call is made
             traced["ls_temperature"] = float(temperature)
-        if stops:
+        if stops and isinstance(stops, (str, list, tuple)):
             traced["ls_stop"] = [stops] if isinstance(stops, str) else list(stops)
         return traced
 
@@ -219,10 +219,12 @@ class EnsembleModel(BaseModel):
     def _metadata(self, result: Result, *, has_calls: bool = False) -> dict[str, Any]:
         """What the last chunk, or the whole answer, carries besides its text; without the points."""
         ensemble = self.load()
+        is_whole = result.finish_reason == "stop"  # calls before one that was cut off are not all that was wanted
+        finish_reason = "tool_calls" if has_calls and is_whole else str(result.finish_reason)
         metadata: dict[str, Any] = {
             "model_name": self.model_name,
             "model_provider": "safe_llm",
-            "finish_reason": "tool_calls" if has_calls else str(result.finish_reason),
+            "finish_reason": finish_reason,
             "safe": safe_record(
                 result,
                 members=[member.name for member in ensemble.members],

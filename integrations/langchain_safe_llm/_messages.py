@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from langchain_core.messages import (
     AIMessage,
@@ -17,14 +17,16 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel
 
 from safe_llm.errors import ConfigError, PromptError
 from safe_llm.tool_calling import CALL_BEGIN, CALL_END, Answer, InvalidToolCall
 from safe_llm.types import Message, ToolCall
 
-__all__ = ["arguments_of", "as_ai_message", "as_messages", "as_tool", "as_tool_choice", "as_tools"]
+__all__ = ["arguments_of", "as_ai_message", "as_json_schema", "as_messages", "as_tool", "as_tool_choice", "as_tools"]
 
 _NOT_FOR_PROMPTS = frozenset(("tool_use", "tool_call", "function_call", "reasoning", "thinking", "non_standard"))
 """Content blocks of an assistant's message that are either also in `tool_calls` or not to be read again."""
@@ -118,13 +120,13 @@ def as_ai_message(answer: Answer, **fields: Any) -> AIMessage:
 def arguments_of(call: ToolCall | InvalidToolCall) -> str:
     """Return a call's arguments as text.
 
-    LangChain completes a truncated object when it merges chunks, and would let an agent run half a call. So those of an
-    invalid call keep the tag before them, which nothing completes.
+    LangChain completes a truncated object when it merges chunks, takes none for an empty one, and would let an agent
+    run half a call. So those of an invalid call keep the tag before them, which nothing completes.
     """
     if isinstance(call, ToolCall):
         return json.dumps(dict(call.arguments), ensure_ascii=False)
     try:
-        completed = parse_partial_json(call.arguments)
+        completed = parse_partial_json(call.arguments or "{}")
     except ValueError:
         return call.arguments
     return f"{CALL_BEGIN}\n{call.arguments}" if isinstance(completed, dict) else call.arguments
@@ -141,6 +143,11 @@ def as_tool(tool: ToolLike) -> dict[str, Any]:
     Raises:
         ConfigError: It cannot be described in JSON Schema.
     """
+    if _is_json_schema(tool) and not _is_of_arguments(tool):
+        raise ConfigError(
+            f"the schema {tool['title']!r} has no properties, so it cannot be that of a tool's arguments",
+            hint="give it properties, or use method='json_schema' where it is that of an answer",
+        )
     try:
         return convert_to_openai_tool(tool)
     except Exception as error:  # pydantic and LangChain raise whatever the type provokes
@@ -149,6 +156,26 @@ def as_tool(tool: ToolLike) -> dict[str, Any]:
             f"tool {name!r} cannot be described in JSON Schema: {type(error).__name__}",
             hint="give its arguments JSON types (str, int, float, bool, list, dict, a pydantic model)",
         ) from error
+
+
+def as_json_schema(schema: Any) -> dict[str, Any]:
+    """Return the JSON Schema of a pydantic class, a TypedDict, a tool's arguments, or one that is given as it is.
+
+    LangChain's own function keeps of a schema only what a tool's arguments can have: no union, no array, no reference.
+    """
+    if isinstance(schema, type) and is_basemodel_subclass(schema):
+        described = schema.model_json_schema() if issubclass(schema, BaseModel) else cast("Any", schema).schema()
+        return dict(described)
+    return dict(schema) if _is_json_schema(schema) else convert_to_json_schema(schema)
+
+
+def _is_json_schema(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and "title" in value and not value.keys() & {"function", "input_schema"}
+
+
+def _is_of_arguments(schema: Mapping[str, Any]) -> bool:
+    says_more = schema.keys() - {"title", "description", "type"} or schema.get("type", "object") != "object"
+    return "properties" in schema or not says_more
 
 
 def as_tools(tools: Sequence[ToolLike]) -> list[dict[str, Any]]:

@@ -6,33 +6,38 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
 from operator import itemgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
 from langchain_core.messages import AIMessage, BaseMessage
-from langchain_core.output_parsers import (
-    BaseOutputParser,
-    JsonOutputParser,
-    PydanticOutputParser,
-)
-from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, LLMResult
 from langchain_core.runnables import Runnable, RunnableConfig, RunnableMap, RunnablePassthrough
+from langchain_core.runnables.config import get_config_list
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_json_schema
-from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from langchain_safe_llm._base import EnsembleModel
 from langchain_safe_llm._chunks import ChatChunks
-from langchain_safe_llm._messages import as_ai_message, as_messages, as_tool, as_tool_choice, as_tools
+from langchain_safe_llm._messages import (
+    as_ai_message,
+    as_json_schema,
+    as_messages,
+    as_tool,
+    as_tool_choice,
+    as_tools,
+)
+from langchain_safe_llm._parsers import call_parser, text_parser
 from langchain_safe_llm._watch import Watch, usage_of
 from safe_llm.concurrency import iterate_in_thread
 from safe_llm.errors import ConfigError
 from safe_llm.events import Result
 from safe_llm.requests import AnswerForm
 from safe_llm.tool_calling import parse_answer
+
+if TYPE_CHECKING:
+    from safe_llm.ensemble import Ensemble
 
 __all__ = ["ChatSafeLLM"]
 
@@ -112,6 +117,13 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
         if handle.is_loaded:  # before that nobody knows, and constructing must not load
             profile["max_input_tokens"] = handle.get().max_context
         return profile
+
+    def load(self) -> Ensemble:
+        """As `EnsembleModel.load`; from then on `profile` has `max_input_tokens`, the smallest context window."""
+        ensemble = super().load()
+        if self.profile is not None and "max_input_tokens" not in self.profile:
+            self.profile = {**self.profile, "max_input_tokens": ensemble.max_context}
+        return ensemble
 
     # ------------------------------------------------------------------ calls
 
@@ -215,8 +227,10 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
         The base class runs few at once, as many as there are cores to wait with; a batch costs no thread more here.
         """
         size = self.load().config.max_batch_size
-        configs = config if isinstance(config, list) else [config or {}] * len(inputs)
-        configs = [{**c, "max_concurrency": c.get("max_concurrency") or size} for c in configs]
+        configs = [
+            RunnableConfig(**{**c, "max_concurrency": c.get("max_concurrency") or size})
+            for c in get_config_list(config, len(inputs))
+        ]
         return super().batch(inputs, configs, return_exceptions=return_exceptions, **kwargs)
 
     # ------------------------------------------------------------------ tokens
@@ -303,7 +317,7 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
             form = {"type": "json_object"} if method == "json_mode" else _response_format(schema)
             AnswerForm(**_answer_form(form)).compiled()
             model = super().bind(response_format=form, ls_structured_output_format=traced)
-            parser = _text_parser(schema)
+            parser = text_parser(schema)
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -317,24 +331,16 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
         model = self.bind_tools(
             [schema], tool_choice=name, parallel_tool_calls=False, ls_structured_output_format=traced
         )
-        if isinstance(schema, type) and is_basemodel_subclass(schema):
-            return model, PydanticToolsParser(tools=[schema], first_tool_only=True)
-        return model, JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+        return model, call_parser(schema, name)
 
 
 def _calls_tools(params: Mapping[str, Any]) -> bool:
     return bool(params.get("tools")) and params.get("tool_choice") != "none"
 
 
-def _text_parser(schema: dict[str, Any] | type | None) -> BaseOutputParser[Any]:
-    if isinstance(schema, type) and is_basemodel_subclass(schema):
-        return PydanticOutputParser(pydantic_object=schema)
-    return JsonOutputParser()
-
-
 def _response_format(schema: Any) -> dict[str, Any]:
     try:
-        described = convert_to_json_schema(schema)
+        described = as_json_schema(schema)
     except Exception as error:  # pydantic and LangChain raise whatever the type provokes
         raise ConfigError(
             f"the schema cannot be described in JSON Schema: {type(error).__name__}",
