@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import langsmith
 import pytest
-from langchain_core.tracers.langchain import wait_for_all_tracers
 from langsmith.run_trees import get_cached_client
 from langsmith.utils import get_env_var, get_tracer_project
 
@@ -26,6 +25,7 @@ _INGEST = {
     "size_limit": 100,
     "size_limit_bytes": 20_971_520,
 }
+_PATIENCE_S = 30.0
 
 
 class LangSmithServer:
@@ -60,7 +60,10 @@ class LangSmithServer:
 
     def runs(self) -> dict[str, dict[str, Any]]:
         """Return everything that the global client has to say, by id: posts merged with their patches."""
-        wait_for_all_tracers()
+        client = get_cached_client()
+        client.flush(timeout=_PATIENCE_S)
+        if client.tracing_queue is not None and client.tracing_queue.unfinished_tasks:  # without end, in a plain flush
+            pytest.fail(f"langsmith's client has not sent its runs in {_PATIENCE_S} s: its thread died, or waits")
         with self._lock:
             return {run_id: dict(run) for run_id, run in self._runs.items()}
 
@@ -143,7 +146,7 @@ def langsmith_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LangSmithServe
         monkeypatch.setenv("LANGSMITH_PROJECT", "test")
         _forget()
         yield server
-        get_cached_client().close()
+        get_cached_client().close(timeout=_PATIENCE_S)
         for thread in threading.enumerate():  # of clients: one that outlives the server would ask it again and again
             if "tracing" in thread.name:
                 thread.join(timeout=5)

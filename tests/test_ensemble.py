@@ -557,7 +557,7 @@ def test_fingerprint_tells_ensembles_apart():
         Ensemble(base.members, method=UniTE(top_k=3)),
         scripted_ensemble(ANSWERS),  # the same names, but nobody knows whether also the same weights
     ]
-    assert len({base.fingerprint, *(o.fingerprint for o in others)}) == 6
+    assert len({base.fingerprint, *(o.fingerprint for o in others)}) == 1 + len(others)
     assert "drafter" in repr(base)
 
 

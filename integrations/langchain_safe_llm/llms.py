@@ -16,7 +16,7 @@ from langchain_safe_llm._base import EnsembleModel, call_params, named
 from langchain_safe_llm._chunks import TextChunks
 from langchain_safe_llm._watch import Watch, usage_of
 from safe_llm.concurrency import iterate_in_thread, run_in_thread
-from safe_llm.events import Result
+from safe_llm.events import GenerationFinished, Result
 from safe_llm.requests import PARAMETERS
 
 __all__ = ["SafeLLM"]
@@ -41,6 +41,7 @@ class SafeLLM(EnsembleModel, BaseLLM):
     """
 
     _call: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _runs: tuple[Any, ...] = PrivateAttr(default=())  # of this call's prompts; core passes the first one's only
 
     @property
     def _llm_type(self) -> str:
@@ -87,6 +88,14 @@ class SafeLLM(EnsembleModel, BaseLLM):
         model._call = self._call | {key: value for key, value in given.items() if key in PARAMETERS}
         return model, {key: value for key, value in given.items() if key not in PARAMETERS}
 
+    def _generate_helper(self, prompts: list[str], stop: Any, run_managers: Any, **kwargs: Any) -> LLMResult:
+        self._runs = tuple(run_managers)  # `self` is the copy that `generate` made for this call
+        return super()._generate_helper(prompts, stop, run_managers, **kwargs)
+
+    async def _agenerate_helper(self, prompts: list[str], stop: Any, run_managers: Any, **kwargs: Any) -> LLMResult:
+        self._runs = tuple(run_managers)
+        return await super()._agenerate_helper(prompts, stop, run_managers, **kwargs)
+
     # ------------------------------------------------------------------ calls
 
     def _generate(
@@ -99,7 +108,13 @@ class SafeLLM(EnsembleModel, BaseLLM):
         params, watch = self._params(stop, kwargs), self._watch(run_manager)
         if self._is_one_run(prompts, watch):
             return self._llm_result([self._result(prompts[0], params, watch)])
-        return self._llm_result(self._generated(prompts, params))
+        watches = [self._watch(run) for run in self._runs]
+        results = self._generated(prompts, params)
+        for one, result in zip(watches, results, strict=False):
+            for point in result.points:
+                one.see(point)
+            one.see(GenerationFinished(index=0, result=result))
+        return self._llm_result(results)
 
     async def _agenerate(
         self,
@@ -111,7 +126,13 @@ class SafeLLM(EnsembleModel, BaseLLM):
         params, watch = self._params(stop, kwargs), self._watch(run_manager)
         if self._is_one_run(prompts, watch):
             return self._llm_result([await self._aresult(prompts[0], params, watch)])
-        return self._llm_result(await run_in_thread(lambda cancel: self._generated(prompts, params, cancel)))
+        watches = [self._watch(run) for run in self._runs]
+        results = await run_in_thread(lambda cancel: self._generated(prompts, params, cancel))
+        for one, result in zip(watches, results, strict=False):
+            for point in result.points:
+                await one.asee(point)
+            await one.asee(GenerationFinished(index=0, result=result))
+        return self._llm_result(results)
 
     @staticmethod
     def _is_one_run(prompts: list[str], watch: Watch) -> bool:
