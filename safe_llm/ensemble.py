@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from safe_llm.errors import ConfigError, GenerationError, PromptError, SafeLLMEr
 from safe_llm.events import Event, GenerationFinished, Result, TextDelta
 from safe_llm.member import Member
 from safe_llm.methods.base import Method
+from safe_llm.record import safe_record
 from safe_llm.requests import make_requests
 from safe_llm.row import Row
 from safe_llm.scheduler import Scheduler
@@ -114,6 +115,11 @@ class Ensemble:
         return self._all_members
 
     @property
+    def method(self) -> Method:
+        """How distributions are merged."""
+        return self._engine.method
+
+    @property
     def max_context(self) -> int:
         """The smallest context window of the members that take part, in that member's tokens."""
         return min(member.backend.max_context for member in self._engine.members)
@@ -133,6 +139,16 @@ class Ensemble:
     def is_closed(self) -> bool:
         """Whether it refuses new requests."""
         return self._scheduler.is_closed
+
+    def record(self, result: Result) -> dict[str, Any]:
+        """Return what an answer of this ensemble did, as JSON values without its text (`safe_llm.record`)."""
+        return safe_record(
+            result,
+            members=[member.name for member in self._all_members],
+            mode=self.config.mode,
+            method=self.config.method,
+            fingerprint=self.fingerprint,
+        )
 
     def __copy__(self) -> Self:
         return self
@@ -157,6 +173,7 @@ class Ensemble:
         prompt: Prompt,
         *,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         return_exceptions: bool = False,
         **params: Any,
     ) -> Result: ...
@@ -167,6 +184,7 @@ class Ensemble:
         prompt: Sequence[Prompt],
         *,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         return_exceptions: Literal[False] = False,
         **params: Any,
     ) -> list[Result]: ...
@@ -177,6 +195,7 @@ class Ensemble:
         prompt: Sequence[Prompt],
         *,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         return_exceptions: Literal[True],
         **params: Any,
     ) -> list[Result | SafeLLMError]: ...
@@ -186,6 +205,7 @@ class Ensemble:
         prompt: Prompt | Sequence[Prompt],
         *,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         return_exceptions: bool = False,
         **params: Any,
     ) -> Any:
@@ -194,6 +214,7 @@ class Ensemble:
         Args:
             prompt: A text, a conversation (list of messages), or a list of these.
             cancel: Set it from another thread to stop within one round.
+            timeout: Seconds after which it is given up, within one round.
             return_exceptions: For a list: put a failed prompt's error in its place instead of raising the first.
             **params: Fields of `SamplingParams` and of `safe_llm.requests.AnswerForm` (schema, tools).
 
@@ -204,12 +225,13 @@ class Ensemble:
             PromptError: A prompt is not usable.
             ConfigError: A parameter is not valid.
             GenerationError: A member failed while decoding.
+            GenerationTimeoutError: `timeout` has passed.
             Cancelled: `cancel` was set.
         """
         prompts = _as_batch(prompt)
         requests = self._requests([prompt] if prompts is None else prompts, params)  # type: ignore[list-item]
         outcomes: dict[int, Result | BaseException] = {}
-        for item in self._scheduler.run(requests, cancel):
+        for item in self._scheduler.run(requests, cancel, timeout=_checked_timeout(timeout)):
             if isinstance(item, Row):
                 outcomes[item.index] = item.error or GenerationError("the request was dropped")
             elif isinstance(item, GenerationFinished):
@@ -228,8 +250,9 @@ class Ensemble:
         *,
         events: Literal[False] = False,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         **params: Any,
-    ) -> Iterator[str]: ...
+    ) -> Generator[str, None, None]: ...
 
     @overload
     def stream(
@@ -239,8 +262,9 @@ class Ensemble:
         events: Literal[True],
         detailed: bool = True,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         **params: Any,
-    ) -> Iterator[Event]: ...
+    ) -> Generator[Event, None, None]: ...
 
     def stream(
         self,
@@ -249,8 +273,9 @@ class Ensemble:
         events: bool = False,
         detailed: bool = True,
         cancel: threading.Event | None = None,
+        timeout: float | None = None,
         **params: Any,
-    ) -> Iterator[str] | Iterator[Event]:
+    ) -> Generator[str, None, None] | Generator[Event, None, None]:
         """Decode one prompt and yield the answer as it becomes final.
 
         Arguments are checked at once; decoding begins with the first `next()`. Closing the iterator stops decoding.
@@ -258,31 +283,30 @@ class Ensemble:
         Args:
             prompt: A text or a conversation.
             events: Yield typed events instead of text.
-            detailed: With events: fill in the probabilities of every decision, not only of those that needed them.
+            detailed: With events: fill in each member's probability and best tokens at every decision, needed or not.
             cancel: Set it from another thread to stop within one round.
+            timeout: Seconds after which it is given up, within one round.
             **params: Fields of `SamplingParams` and of `safe_llm.requests.AnswerForm` (schema, tools).
         """
         if _as_batch(prompt) is not None:
             raise PromptError("stream() takes one prompt", hint="use generate() for a list, or one stream per prompt")
         requests = self._requests([prompt], params)
-        return self._events(requests, cancel, detailed=detailed) if events else self._texts(requests, cancel)
+        found = self._events(requests, cancel, detailed=events and detailed, timeout=_checked_timeout(timeout))
+        return found if events else _texts(found)
 
     def _events(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None, *, detailed: bool
+        self,
+        requests: Sequence[GenerationRequest],
+        cancel: threading.Event | None,
+        *,
+        detailed: bool,
+        timeout: float | None,
     ) -> Generator[Event, None, None]:
-        with contextlib.closing(self._scheduler.run(requests, cancel, detailed=detailed)) as items:
+        with contextlib.closing(self._scheduler.run(requests, cancel, detailed=detailed, timeout=timeout)) as items:
             for item in items:
                 if isinstance(item, Row):
                     raise item.error or GenerationError("the request was dropped")
                 yield item
-
-    def _texts(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None
-    ) -> Generator[str, None, None]:
-        with contextlib.closing(self._events(requests, cancel, detailed=False)) as events:
-            for event in events:
-                if isinstance(event, TextDelta):
-                    yield event.text
 
     def _requests(self, prompts: Sequence[Prompt], params: Mapping[str, Any]) -> list[GenerationRequest]:
         if self._scheduler.is_closed:
@@ -302,6 +326,19 @@ class Ensemble:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _texts(events: Generator[Event, None, None]) -> Generator[str, None, None]:
+    with contextlib.closing(events):
+        for event in events:
+            if isinstance(event, TextDelta):
+                yield event.text
+
+
+def _checked_timeout(timeout: float | None) -> float | None:
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise ConfigError(f"timeout must be a number of seconds above 0, got {timeout!r}")
+    return timeout
 
 
 def load_members(configs: Sequence[MemberConfig], *, progress: bool = True) -> list[Member]:

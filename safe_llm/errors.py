@@ -10,9 +10,11 @@
     │   └── UnsupportedModelError there and whole, but not usable as a member
     ├── PromptError            the prompt is not usable (also a ValueError)
     │   └── ContextOverflowError  it does not fit a member's context window
+    ├── TraceError             a trace cannot be read or written
     └── GenerationError        a request failed while it ran
         ├── MemberError           a member failed: raised inside its forward pass
         │   └── NonFiniteLogitsError  its logits were NaN or infinite
+        ├── GenerationTimeoutError  it took longer than its `timeout` (also a TimeoutError)
         └── Cancelled             the caller cancelled it
 
 No message contains prompt or generated text. `hint` says what to do next.
@@ -28,6 +30,7 @@ __all__ = [
     "ConfigError",
     "ContextOverflowError",
     "GenerationError",
+    "GenerationTimeoutError",
     "MemberError",
     "ModelAccessError",
     "ModelCorruptError",
@@ -36,6 +39,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "PromptError",
     "SafeLLMError",
+    "TraceError",
     "UnknownNameError",
     "UnsupportedModelError",
 ]
@@ -115,6 +119,10 @@ class ContextOverflowError(PromptError):
         self.max_context = max_context
 
 
+class TraceError(SafeLLMError):
+    """A trace file is not one, is damaged, or cannot be read or written."""
+
+
 class GenerationError(SafeLLMError):
     """A request failed while it ran; the engine goes on and the next request works."""
 
@@ -140,6 +148,10 @@ class NonFiniteLogitsError(MemberError):
             f"logits are NaN or infinite at position {position} of its context",
             hint="load it with dtype='float32', or leave it out",
         )
+
+
+class GenerationTimeoutError(GenerationError, TimeoutError):
+    """The answer took longer than its `timeout`; what was generated until then is lost."""
 
 
 class Cancelled(GenerationError):  # noqa: N818 - the field's word, like asyncio.CancelledError's

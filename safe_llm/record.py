@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from safe_llm.events import EnsemblePoint, Result, Timings
+from safe_llm.types import TokenLogprob
 
-__all__ = ["PHASES", "SCHEMA_VERSION", "phase_seconds", "point_record", "safe_record"]
+__all__ = ["PHASES", "SCHEMA_VERSION", "logprob_records", "phase_seconds", "point_record", "safe_record"]
 
 SCHEMA_VERSION = 1
 
@@ -75,6 +76,18 @@ def point_record(point: EnsemblePoint) -> dict[str, Any]:
             for c in point.candidates
         ],
     }
+
+
+def logprob_records(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, in the form of OpenAI's `logprobs.content`."""
+    return [
+        {**_logprob(t.token, t.logprob), "top_logprobs": [_logprob(token, value) for token, value in t.top]}
+        for t in logprobs
+    ]
+
+
+def _logprob(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": _text(token), "bytes": list(token), "logprob": logprob}
 
 
 def phase_seconds(timings: Timings) -> dict[str, float]:

@@ -11,7 +11,7 @@ from safe_llm.grammar import checked_grammar, json_grammar, regex_grammar
 from safe_llm.tool_calling import tool_grammar
 from safe_llm.types import GenerationRequest, Prompt, SamplingParams, Tool
 
-__all__ = ["PARAMETERS", "AnswerForm", "make_requests"]
+__all__ = ["DECODING", "PARAMETERS", "AnswerForm", "make_requests", "named", "schema_of", "tool_choice_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,11 +91,71 @@ class AnswerForm:
         return None if self.grammar is None else checked_grammar(self.grammar, "the grammar")
 
 
-_SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+DECODING = tuple(field.name for field in fields(SamplingParams))
+"""Keywords that say how an answer is decoded."""
+
 _FORM = frozenset(field.name for field in fields(AnswerForm))
 
-PARAMETERS = _SAMPLING | _FORM
+PARAMETERS = frozenset(DECODING) | _FORM | {"response_format"}
 """Keywords of a request."""
+
+_ALIASES = {
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "allow_parallel_tool_calls": "parallel_tool_calls",
+}
+
+
+def named(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords by their own names, where users know them by others."""
+    return {_ALIASES.get(key, key): value for key, value in params.items()}
+
+
+def schema_of(response_format: Any) -> dict[str, Any] | None:
+    """Return the JSON Schema that an OpenAI `response_format` asks for, None for plain text.
+
+    Raises:
+        ConfigError: It is not of a known form.
+    """
+    if isinstance(response_format, Mapping):
+        kind = response_format.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return {"type": "object"}
+        described = response_format.get("json_schema")
+        if kind == "json_schema" and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping):
+            return dict(described["schema"])
+    raise ConfigError(
+        "response_format is not of a known form",
+        hint='write {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} or {"type": "json_object"}',
+    )
+
+
+def tool_choice_of(choice: Any) -> str:
+    """Return `AnswerForm.tool_choice` for any form of it that users write.
+
+    Args:
+        choice: `auto`, `none`, `any`, `required`, True, False, None, a tool's name, or OpenAI's mapping.
+
+    Raises:
+        ConfigError: It is of none of these forms.
+    """
+    if choice is None or choice is False:
+        return "auto"
+    if choice is True or choice == "any":
+        return "required"
+    if isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        choice = function.get("name") if isinstance(function, Mapping) else None
+        if choice is None:
+            raise ConfigError(
+                "tool_choice is a mapping that names no tool",
+                hint='write {"type": "function", "function": {"name": ...}}, or just the name',
+            )
+    if not isinstance(choice, str):
+        raise ConfigError(f"tool_choice must be a str, a bool or a mapping, got {type(choice).__name__}")
+    return choice
 
 
 def make_requests(
@@ -105,19 +165,23 @@ def make_requests(
 
     Args:
         prompts: Texts or conversations.
-        params: Fields of `SamplingParams` and `AnswerForm`; None means the default.
+        params: Fields of `SamplingParams` and `AnswerForm`, or OpenAI's `response_format`; None means the default.
         defaults: Fields of `SamplingParams`.
 
     Raises:
         ConfigError: A parameter is unknown (names the nearest) or not valid.
         PromptError: A prompt or a tool is not usable.
     """
-    given = {key: value for key, value in params.items() if value is not None}
+    given = {key: value for key, value in named(params).items() if value is not None}
     for key in given:
         if key not in PARAMETERS:
             raise UnknownNameError("parameter", key, PARAMETERS)
+    if "response_format" in given and (schema := schema_of(given["response_format"])) is not None:
+        given["json_schema"] = schema
+    if "tool_choice" in given:
+        given["tool_choice"] = tool_choice_of(given["tool_choice"])
     form = AnswerForm(**{key: value for key, value in given.items() if key in _FORM})
-    sampling = SamplingParams.of({**defaults, **{key: value for key, value in given.items() if key in _SAMPLING}})
+    sampling = SamplingParams.of({**defaults, **{key: value for key, value in given.items() if key in DECODING}})
     grammar = form.compiled()
     if grammar is not None and sampling.min_tokens:
         raise ConfigError("min_tokens cannot be combined with tools, a schema or a grammar", hint="leave it out")

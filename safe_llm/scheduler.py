@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 
 from safe_llm.engine import Engine
-from safe_llm.errors import Cancelled, GenerationError, SafeLLMError
+from safe_llm.errors import Cancelled, GenerationError, GenerationTimeoutError, SafeLLMError
 from safe_llm.events import Event
 from safe_llm.row import Row
 from safe_llm.types import GenerationRequest
@@ -42,14 +42,20 @@ class Scheduler:
         return len(self._active) + len(self._waiting)
 
     def run(
-        self, requests: Sequence[GenerationRequest], cancel: threading.Event | None, *, detailed: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        cancel: threading.Event | None,
+        *,
+        detailed: bool = False,
+        timeout: float | None = None,
     ) -> Generator[Event | Row, None, None]:
         """Yield the requests' events; a row that fails is yielded itself. Leaving early frees everything.
 
         Args:
             requests: What to decode.
             cancel: Stops within a round once it is set.
-            detailed: Fill in the probabilities of every decision, not only of those that needed them.
+            detailed: Fill in the probabilities and best tokens of every decision, needed or not.
+            timeout: Seconds from now after which they are given up, within a round.
         """
         now = time.perf_counter()
         rows = [Row(request=r, index=i, submitted_s=now, detailed=detailed) for i, r in enumerate(requests)]
@@ -59,6 +65,8 @@ class Scheduler:
             while running:
                 if cancel is not None and cancel.is_set():
                     raise Cancelled("the request was cancelled")
+                if timeout is not None and time.perf_counter() - now > timeout:
+                    raise GenerationTimeoutError(f"no answer within {timeout} s", hint="raise `timeout`")
                 self._drive(running)
                 for row in running:
                     while row.events:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import reference
 from helpers import QUESTION, ensemble, tiny_member
 from safe_llm.config import EnsembleConfig
-from safe_llm.errors import ConfigError, GenerationError, PromptError, UnknownNameError
+from safe_llm.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError, UnknownNameError
 from safe_llm.events import RoundFinished
 from safe_llm.grammar import Grammar, GrammarTokenizer, checked_grammar, json_grammar, regex_grammar
 from safe_llm.testing import scripted_ensemble, scripted_member
@@ -221,7 +222,14 @@ def test_forced_tool_call_is_a_call():
         ({"tools": [{"name": "f"}, {"name": "f"}]}, ConfigError, "two tools"),
         ({"tools": [{"name": "find"}], "tool_choice": "fond"}, UnknownNameError, "did you mean 'find'"),
         ({"tool_choice": "required"}, ConfigError, "without tools"),
-        ({"tools": [{"name": "f"}], "tool_choice": {"name": "f"}}, ConfigError, "tool_choice must be str, got dict"),
+        (
+            {"tools": [{"name": "f"}], "tool_choice": 3},
+            ConfigError,
+            "tool_choice must be a str, a bool or a mapping, got int",
+        ),
+        ({"tools": [{"name": "f"}], "tool_choice": {"type": "function"}}, ConfigError, "names no tool"),
+        ({"response_format": {"type": "json"}}, ConfigError, "response_format is not of a known form"),
+        ({"timeout": 0}, ConfigError, "timeout must be a number of seconds above 0, got 0"),
     ],
     ids=str,
 )
@@ -230,6 +238,62 @@ def test_bad_forms_are_one_clear_error_and_the_next_request_works(form, error, m
     with pytest.raises(error, match=message):
         safe.generate([{"role": "user", "content": "q"}], **form)
     assert safe.generate("q").text == "fine"
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        ("any", True),
+        (True, True),
+        ({"type": "function", "function": {"name": "f"}}, True),
+        ({"name": "f"}, True),
+        (None, False),
+        (False, False),
+        ("auto", False),
+        ("none", False),
+    ],
+    ids=str,
+)
+def test_tool_choice_in_any_form_that_users_write(choice, called):
+    safe = scripted_ensemble({"q": "I would rather talk."}, max_batch_size=1)
+    text = safe.generate([{"role": "user", "content": "q"}], tools=[{"name": "f"}], tool_choice=choice).text
+    assert bool(parse_answer(text, tools=True).tool_calls) == called
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"type": "text"}, "fine"),
+        ({"type": "json_object"}, r"\{.*"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [7]}}}, "7"),
+    ],
+)
+def test_openais_response_format(form, pattern):
+    safe = scripted_ensemble({"q": "fine"})
+    assert re.fullmatch(pattern, safe.generate("q", response_format=form, max_tokens=8).text, re.DOTALL)
+
+
+def test_other_libraries_names_of_parameters_are_known():
+    result = scripted_ensemble({"q": "one two three four"}).generate("q", max_new_tokens=6, stop_sequences=["two"])
+    assert result.text == "one "
+    assert scripted_ensemble({"q": "one two three four"}).generate("q", max_new_tokens=2).finish_reason == "length"
+
+
+def test_answer_is_given_up_after_its_timeout():
+    safe = scripted_ensemble({"q": "one two three " * 100})
+    forward = safe.members[0].backend.forward
+
+    def slow(feeds):
+        time.sleep(0.01)
+        return forward(feeds)
+
+    safe.members[0].backend.forward = slow
+    with pytest.raises(GenerationTimeoutError, match=r"no answer within 0\.05 s"):
+        safe.generate("q", max_tokens=2000, timeout=0.05)
+    with pytest.raises(TimeoutError):
+        list(safe.stream("q", max_tokens=2000, timeout=0.05))
+    assert safe._scheduler.num_requests == 0
+    assert safe.generate("q", max_tokens=3, timeout=60).usage.completion_tokens == 3
 
 
 def test_tools_with_a_plain_text_are_refused():

@@ -29,8 +29,8 @@ from langchain_models import (
 )
 
 from langchain_safe_llm import callbacks
-from langchain_safe_llm._record import PHASES, SCHEMA_VERSION, point_record
 from langchain_safe_llm.callbacks import EnsembleCallbackHandler, get_ensemble_callback
+from safe_llm.record import PHASES, SCHEMA_VERSION, point_record
 
 
 def check_totals(handler, *questions):

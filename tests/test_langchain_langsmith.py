@@ -17,9 +17,9 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_core.tools import tool
 
 from langchain_safe_llm import ChatSafeLLM, SafeLLM
-from langchain_safe_llm._record import PHASES
 from safe_llm import Ensemble, EnsembleConfig
 from safe_llm.errors import ContextOverflowError, GenerationError
+from safe_llm.record import PHASES
 from safe_llm.testing import answering, scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from uuid import UUID
 
 import pytest
 from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
@@ -53,15 +55,27 @@ async def test_several_prompts_are_one_result_with_each_ones_information(asynchr
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-async def test_points_of_several_prompts_are_not_reported_on_the_first_run(asynchronous):
-    recorder = Recorder()
+async def test_points_of_several_prompts_are_reported_on_their_own_runs(asynchronous):
+    reported: dict[UUID, list[dict[str, object]]] = {}
+    carried = {}
+
+    class Runs(BaseCallbackHandler):
+        run_inline = True
+
+        def on_custom_event(self, name, data, *, run_id, **kwargs):
+            reported.setdefault(run_id, []).append(data)
+
+        def on_llm_end(self, response, *, run_id, **kwargs):
+            carried[run_id] = response.generations[0][0].generation_info["safe_points"]
+
     model = SafeLLM(ensemble=treasure())
     if asynchronous:
-        await model.agenerate(PROMPTS, callbacks=[recorder])
+        await model.agenerate([EASY, QUESTION, QUESTION], callbacks=[Runs()])
     else:
-        model.generate(PROMPTS, callbacks=[recorder])
-    assert sorted(recorder.events) == ["end"] * 3 + ["start"] * 3
-    assert recorder.points == []
+        model.generate([EASY, QUESTION, QUESTION], callbacks=[Runs()])
+    assert len(carried) == 3
+    assert reported == {run: points for run, points in carried.items() if points}
+    assert len(reported) == 2
 
 
 async def test_cancelled_batch_stops_within_a_round(monkeypatch):

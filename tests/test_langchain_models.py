@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 from langchain_support import (
@@ -337,25 +338,25 @@ async def test_consumer_that_stops_reading_stops_decoding(cls, monkeypatch):
 
 
 @each_path
-async def test_timeout_gives_up_within_a_round(cls, path, monkeypatch):
+async def test_timeout_gives_up_within_a_round(cls, path):
     ensemble = treasure()
-    hold_until_cancelled(ensemble, monkeypatch)
+    before_forwards(ensemble, lambda: time.sleep(0.02))
     recorder = Recorder()
     with pytest.raises(EnsembleTimeoutError, match=r"no answer within 0.01 s \(raise `timeout`\)") as caught:
         await ask(cls(ensemble=ensemble, timeout=0.01), path, COUNT, recorder=recorder)
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, errors.GenerationError)
     assert is_freed(ensemble)
-    assert forwards(ensemble) <= 3 + ensemble.config.lookahead + 1
+    assert forwards(ensemble) <= 1 + ensemble.config.lookahead  # the prompt and one round
     await ended(recorder)
-    assert recorder.events == ["start", "error"]
+    assert recorder.events[0] == "start"
+    assert recorder.events[-1] == "error"
 
 
 @each_path
 async def test_timeout_that_is_not_reached_changes_nothing(cls, path):
     answer = await ask(cls(ensemble=treasure(), timeout=600), path, EASY)
     assert answer.text == DRAFTED[EASY]
-    wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
 
 
 @each_path

@@ -11,8 +11,8 @@ from operator import add
 import pytest
 from langchain_core.messages import AIMessageChunk
 
-from langchain_safe_llm._record import PHASES, SCHEMA_VERSION, point_record, safe_record
 from safe_llm.events import Candidate, EnsemblePoint, Outcome
+from safe_llm.record import PHASES, SCHEMA_VERSION, point_record, safe_record
 from safe_llm.testing import scripted_ensemble
 
 SECRET = "Where is the treasure?"
@@ -151,7 +151,7 @@ def test_no_key_named_index_that_langchain_would_merge_by(result):
 
 
 def test_modules_import_neither_torch_nor_the_engine():
-    names = ("_record", "_tracing", "callbacks")
+    names = ("_tracing", "_watch", "callbacks")
     code = "import sys, " + ", ".join(f"langchain_safe_llm.{name}" for name in names)
     code += "; print([m for m in ('torch', 'safe_llm.ensemble') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -272,9 +272,9 @@ def test_tool_that_cannot_be_described_is_refused_when_it_is_bound(given, messag
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("ad", r"'ad' is not among the tools \(tools: add\)"),
+        ("ad", r"unknown tool_choice 'ad' \(did you mean 'add'\?\)"),
         ({"type": "function"}, "names no tool"),
-        ({"function": {"name": "loo"}}, "'loo' is not among the tools"),
+        ({"function": {"name": "loo"}}, "unknown tool_choice 'loo'"),
         (7, "must be a str, a bool or a mapping"),
     ],
 )

@@ -17,9 +17,9 @@ from langchain_models import QUESTION, WORDS, AsyncChat, TinyChat, TinyLLM, expe
 from langsmith import Client, tracing_context
 
 from langchain_safe_llm import _tracing
-from langchain_safe_llm._record import PHASES, point_record
 from langchain_safe_llm._tracing import MAX_BLOCKS, POINT_EVENT, PhaseTracer, aemit_point, emit_point, report_usage
 from safe_llm.events import RoundFinished, Timings
+from safe_llm.record import PHASES, point_record
 
 pytest_plugins = ["langsmith_server"]
 loopback = pytest.mark.allow_hosts(["127.0.0.1"])

@@ -10,9 +10,9 @@ from contextlib import aclosing
 import pytest
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 
-from llama_index.llms.safe_llm import EnsembleTimeoutError, SafeLLM
+from llama_index.llms.safe_llm import SafeLLM
 from llama_index_support import LONG, NUMBERS, QUESTION, VERIFIED, llm, replying, text_of, treasure, user
-from safe_llm.errors import GenerationError, MemberError
+from safe_llm.errors import GenerationError, GenerationTimeoutError, MemberError
 from safe_llm.testing import scripted_ensemble
 
 ASYNC = ["acomplete", "achat", "astream_complete", "astream_chat"]
@@ -176,10 +176,10 @@ def test_a_call_that_takes_too_long_is_given_up(method):
         return list(result) if "stream" in method else result
 
     threading.Timer(0.2, gate.open.set).start()
-    with pytest.raises(EnsembleTimeoutError, match=r"no answer within 0.05 s"):
+    with pytest.raises(GenerationTimeoutError, match=r"no answer within 0.05 s"):
         consume()
     assert num_requests(model) == 0
-    assert issubclass(EnsembleTimeoutError, TimeoutError)
+    assert issubclass(GenerationTimeoutError, TimeoutError)
 
 
 @pytest.mark.parametrize("method", ["complete", "chat", *STREAMS, *ASYNC])

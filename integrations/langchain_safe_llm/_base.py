@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -12,24 +12,23 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from langchain_core.language_models.base import LangSmithParams
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from langchain_safe_llm._errors import EnsembleTimeoutError, translated
-from langchain_safe_llm._record import point_record, safe_record
+from langchain_safe_llm._errors import translated
 from langchain_safe_llm._version import __version__
 from langchain_safe_llm._watch import Watch
 from safe_llm.concurrency import iterate_in_thread, run_in_thread
 from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig
 from safe_llm.errors import Cancelled, UnknownNameError
 from safe_llm.events import Event, GenerationFinished, Result
+from safe_llm.record import logprob_records, point_record
+from safe_llm.requests import DECODING, named
 from safe_llm.sharing import LazyEnsemble
 from safe_llm.types import Prompt, SamplingParams
 
 if TYPE_CHECKING:
     from safe_llm.ensemble import Ensemble
 
-__all__ = ["EnsembleModel", "call_params", "named"]
+__all__ = ["EnsembleModel", "cache_names", "call_params"]
 
-_ALIASES = {"max_new_tokens": "max_tokens", "stop_sequences": "stop"}
-_DECODING = ("max_tokens", "temperature", "top_p", "seed", "stop", "min_tokens", "logprobs")
 _IGNORED = frozenset(("stream", "strict"))  # of core, and of tools, whose arguments are always enforced
 
 Member = str | Path | MemberConfig | dict[str, Any]
@@ -83,7 +82,7 @@ class EnsembleModel(BaseModel):
     def _known_names(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        values = {_ALIASES.get(key, key): value for key, value in values.items()}
+        values = named(values)
         known = {name for field, info in cls.model_fields.items() for name in (field, info.alias) if name}
         for key in values:
             if key not in known:
@@ -95,7 +94,7 @@ class EnsembleModel(BaseModel):
     @model_validator(mode="after")
     def _checked(self) -> Self:
         self._handle()
-        SamplingParams.of({name: getattr(self, name) for name in _DECODING})
+        SamplingParams.of({name: getattr(self, name) for name in DECODING})
         self._add_version("langchain-safe-llm", __version__)  # type: ignore[attr-defined]
         return self
 
@@ -131,7 +130,7 @@ class EnsembleModel(BaseModel):
         return {
             "model_name": self.model_name,
             "ensemble": handle.key,
-            **named({name: getattr(self, name) for name in _DECODING}),
+            **cache_names({name: getattr(self, name) for name in DECODING}),
         }
 
     def _tracing_params(
@@ -156,7 +155,7 @@ class EnsembleModel(BaseModel):
     def _params(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the object's parameters with a call's, which win; None is as if it was not given."""
         params: dict[str, Any] = {}
-        for given in ({name: getattr(self, name) for name in _DECODING}, call_params(kwargs), {"stop": stop}):
+        for given in ({name: getattr(self, name) for name in DECODING}, call_params(kwargs), {"stop": stop}):
             params |= {key: value for key, value in given.items() if value is not None}
         return params
 
@@ -164,15 +163,17 @@ class EnsembleModel(BaseModel):
         self, prompts: Sequence[Prompt], params: Mapping[str, Any], cancel: threading.Event | None = None
     ) -> list[Result]:
         """Decode prompts as one batch of the engine."""
-        with translated(), self._deadline(cancel) as stopped:
-            return self.load().generate(list(prompts), cancel=stopped, **params)
+        with translated():
+            return self.load().generate(list(prompts), cancel=cancel, timeout=self.timeout, **params)
 
     def _events(
         self, prompt: Prompt, params: Mapping[str, Any], cancel: threading.Event | None = None
     ) -> Generator[Event, None, None]:
         """Decode one prompt; closing the iterator stops decoding."""
-        with translated(), self._deadline(cancel) as stopped:
-            yield from self.load().stream(prompt, events=True, detailed=False, cancel=stopped, **params)
+        with translated():
+            yield from self.load().stream(
+                prompt, events=True, detailed=False, cancel=cancel, timeout=self.timeout, **params
+            )
 
     def _result(self, prompt: Prompt, params: Mapping[str, Any], watch: Watch) -> Result:
         """Decode one prompt and show every event to `watch`."""
@@ -196,45 +197,17 @@ class EnsembleModel(BaseModel):
                     return event.result
         raise Cancelled("the request ended without a result")
 
-    @contextmanager
-    def _deadline(self, cancel: threading.Event | None) -> Iterator[threading.Event | None]:
-        """Return what is set when `cancel` is or `timeout` has passed, and say so where it was the time."""
-        if self.timeout is None:
-            yield cancel
-            return
-        late = threading.Event()
-        timer = threading.Timer(self.timeout, late.set)
-        timer.daemon = True
-        timer.start()
-        try:
-            # not by setting `cancel`: whoever it belongs to would take it for its own doing, and end without an error
-            yield late if cancel is None else _AnyOf(late, cancel)
-        except Cancelled as error:
-            if late.is_set():
-                raise EnsembleTimeoutError(f"no answer within {self.timeout} s", hint="raise `timeout`") from error
-            raise
-        finally:
-            timer.cancel()
-
     def _metadata(self, result: Result, *, has_calls: bool = False) -> dict[str, Any]:
         """What the last chunk, or the whole answer, carries besides its text; without the points."""
-        ensemble = self.load()
         is_whole = result.finish_reason == "stop"  # calls before one that was cut off are not all that was wanted
-        finish_reason = "tool_calls" if has_calls and is_whole else str(result.finish_reason)
         metadata: dict[str, Any] = {
             "model_name": self.model_name,
             "model_provider": "safe_llm",
-            "finish_reason": finish_reason,
-            "safe": safe_record(
-                result,
-                members=[member.name for member in ensemble.members],
-                mode=ensemble.config.mode,
-                method=ensemble.config.method,
-                fingerprint=ensemble.fingerprint,
-            ),
+            "finish_reason": "tool_calls" if has_calls and is_whole else str(result.finish_reason),
+            "safe": self.load().record(result),
         }
         if result.logprobs is not None:
-            metadata["logprobs"] = {"content": [_logprob(t.token, t.logprob, t.top) for t in result.logprobs]}
+            metadata["logprobs"] = {"content": logprob_records(result.logprobs)}
         return metadata
 
     @staticmethod
@@ -248,36 +221,11 @@ class EnsembleModel(BaseModel):
         return self.load().members[0].vocabulary.encode_prompt(text)
 
 
-class _AnyOf(threading.Event):
-    """Is set when one of several is."""
-
-    def __init__(self, *events: threading.Event) -> None:
-        super().__init__()
-        self._events = events
-
-    def is_set(self) -> bool:
-        """Return whether one of them is set."""
-        return any(event.is_set() for event in self._events)
-
-
-def named(params: Mapping[str, Any]) -> dict[str, Any]:
+def cache_names(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as a cache's key has them: core writes a call's own `stop` over one of that name."""
     return {"stop_sequences" if key == "stop" else key: value for key, value in params.items()}
 
 
 def call_params(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's keywords by their own names, without those that mean nothing here."""
-    return {_ALIASES.get(key, key): value for key, value in kwargs.items() if key not in _IGNORED}
-
-
-def _logprob(token: bytes, logprob: float | None, top: Sequence[tuple[bytes, float]]) -> dict[str, Any]:
-    """One token in OpenAI's form."""
-    record: dict[str, Any] = {
-        "token": token.decode("utf-8", errors="replace"),
-        "bytes": list(token),
-        "logprob": logprob,
-    }
-    record["top_logprobs"] = [
-        {"token": t.decode("utf-8", errors="replace"), "bytes": list(t), "logprob": p} for t, p in top
-    ]
-    return record
+    return named({key: value for key, value in kwargs.items() if key not in _IGNORED})

@@ -15,8 +15,8 @@ from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 
 from langchain_safe_llm._messages import arguments_of
-from langchain_safe_llm._record import point_record
 from safe_llm.events import EnsemblePoint, Event, GenerationFinished, Result, TextDelta
+from safe_llm.record import point_record
 from safe_llm.tool_calling import AnswerParser, ContentPart, Part, ReasoningPart
 from safe_llm.types import ToolCall
 

@@ -19,8 +19,8 @@ class EnsembleContextOverflowError(langchain_errors.ContextOverflowError, errors
         errors.ContextOverflowError.__init__(self, error.member, error.prompt_tokens, error.max_context)
 
 
-class EnsembleTimeoutError(langchain_errors.ModelTimeoutError, errors.GenerationError, TimeoutError):
-    """The answer took longer than `timeout`; what was decoded until then is lost."""
+class EnsembleTimeoutError(langchain_errors.ModelTimeoutError, errors.GenerationTimeoutError):
+    """The answer took longer than `timeout`: LangChain's `ModelTimeoutError` and the engine's in one."""
 
 
 @contextmanager
@@ -30,3 +30,5 @@ def translated() -> Iterator[None]:
         yield
     except errors.ContextOverflowError as error:
         raise EnsembleContextOverflowError(error) from error
+    except errors.GenerationTimeoutError as error:
+        raise EnsembleTimeoutError(error.args[0], hint=error.hint) from error

@@ -26,7 +26,7 @@ from safe_llm.errors import ConfigError, PromptError
 from safe_llm.tool_calling import CALL_BEGIN, CALL_END, Answer, InvalidToolCall
 from safe_llm.types import Message, ToolCall
 
-__all__ = ["arguments_of", "as_ai_message", "as_json_schema", "as_messages", "as_tool", "as_tool_choice", "as_tools"]
+__all__ = ["arguments_of", "as_ai_message", "as_json_schema", "as_messages", "as_tool", "as_tools"]
 
 _NOT_FOR_PROMPTS = frozenset(("tool_use", "tool_call", "function_call", "reasoning", "thinking", "non_standard"))
 """Content blocks of an assistant's message that are either also in `tool_calls` or not to be read again."""
@@ -189,32 +189,3 @@ def _untitled(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _untitled(v) for k, v in value.items() if not (k == "title" and isinstance(v, str))}
     return [_untitled(item) for item in value] if isinstance(value, list) else value
-
-
-def as_tool_choice(choice: Any, names: Sequence[str]) -> str:
-    """Return the ensemble's `tool_choice` for any form of it that LangChain's users write.
-
-    Args:
-        choice: `auto`, `none`, `any`, `required`, True, False, None, a tool's name, or OpenAI's mapping.
-        names: The tools.
-    """
-    if choice is None or choice is False:
-        return "auto"
-    if choice is True or choice == "any":
-        return "required"
-    if isinstance(choice, Mapping):
-        function = choice.get("function", choice)
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str):
-            raise ConfigError(
-                "tool_choice is a mapping that names no tool",
-                hint='write {"type": "function", "function": {"name": ...}}, or just the name',
-            )
-        choice = name
-    if not isinstance(choice, str):
-        raise ConfigError(f"tool_choice must be a str, a bool or a mapping, got {type(choice).__name__}")
-    if choice not in ("auto", "none", "required", *names):
-        raise ConfigError(
-            f"tool_choice {choice!r} is not among the tools", hint=f"tools: {', '.join(names) or 'none were given'}"
-        )
-    return choice

@@ -14,8 +14,8 @@ from langchain_core.callbacks.manager import AsyncCallbackManager, BaseRunManage
 from langchain_core.tracers.langchain import LangChainTracer
 from langsmith import RunTree
 
-from langchain_safe_llm._record import PHASES, phase_seconds
 from safe_llm.events import Result, RoundFinished
+from safe_llm.record import PHASES, phase_seconds
 
 __all__ = ["MAX_BLOCKS", "POINT_EVENT", "PhaseTracer", "TraceLevel", "aemit_point", "emit_point", "report_usage"]
 

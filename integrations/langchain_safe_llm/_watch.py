@@ -7,9 +7,9 @@ from typing import cast
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.messages.ai import UsageMetadata
 
-from langchain_safe_llm._record import point_record
 from langchain_safe_llm._tracing import PhaseTracer, TraceLevel, aemit_point, emit_point, report_usage
 from safe_llm.events import EnsemblePoint, Event, GenerationFinished, Result, RoundFinished
+from safe_llm.record import point_record
 
 __all__ = ["Watch", "usage_of"]
 

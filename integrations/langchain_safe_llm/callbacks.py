@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 from typing_extensions import override
 
-from langchain_safe_llm._record import PHASES, SCHEMA_VERSION
+from safe_llm.record import PHASES, SCHEMA_VERSION
 
 __all__ = ["EnsembleCallbackHandler", "get_ensemble_callback"]
 

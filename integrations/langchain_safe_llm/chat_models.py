@@ -25,7 +25,6 @@ from langchain_safe_llm._messages import (
     as_json_schema,
     as_messages,
     as_tool,
-    as_tool_choice,
     as_tools,
 )
 from langchain_safe_llm._parsers import call_parser, text_parser
@@ -33,7 +32,7 @@ from langchain_safe_llm._watch import Watch, usage_of
 from safe_llm.concurrency import iterate_in_thread
 from safe_llm.errors import ConfigError
 from safe_llm.events import Result
-from safe_llm.requests import AnswerForm
+from safe_llm.requests import AnswerForm, schema_of, tool_choice_of
 from safe_llm.tool_calling import parse_answer
 
 if TYPE_CHECKING:
@@ -131,10 +130,7 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
         self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """The conversation and the parameters of one call, as the engine takes them."""
-        params = self._params(stop, kwargs)
-        if (form := params.pop("response_format", None)) is not None:
-            params |= _answer_form(form)
-        return list(as_messages(messages)), params
+        return list(as_messages(messages)), self._params(stop, kwargs)
 
     def _generate(
         self,
@@ -272,8 +268,7 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
             ConfigError: A tool that JSON Schema cannot describe, or a choice that is not among them.
         """
         described = as_tools(tools)
-        choice = as_tool_choice(tool_choice, [tool["function"]["name"] for tool in described])
-        form: dict[str, Any] = {"tools": described, "tool_choice": choice}
+        form: dict[str, Any] = {"tools": described, "tool_choice": tool_choice_of(tool_choice)}
         if parallel_tool_calls is not None:
             form["parallel_tool_calls"] = parallel_tool_calls
         AnswerForm(**form).compiled()  # what cannot be enforced is said here, not in the middle of an agent
@@ -315,7 +310,7 @@ class ChatSafeLLM(EnsembleModel, BaseChatModel):
             model, parser = self._through_a_tool(cast("dict[str, Any] | type", schema), traced)
         else:
             form = {"type": "json_object"} if method == "json_mode" else _response_format(schema)
-            AnswerForm(**_answer_form(form)).compiled()
+            AnswerForm(json_schema=schema_of(form)).compiled()
             model = super().bind(response_format=form, ls_structured_output_format=traced)
             parser = text_parser(schema)
         if not include_raw:
@@ -347,20 +342,3 @@ def _response_format(schema: Any) -> dict[str, Any]:
             hint="give a pydantic class, a TypedDict, or a JSON Schema with a title",
         ) from error
     return {"type": "json_schema", "json_schema": {"name": described.get("title", "answer"), "schema": described}}
-
-
-def _answer_form(response_format: Any) -> dict[str, Any]:
-    """Return what the engine calls an OpenAI `response_format`."""
-    if isinstance(response_format, Mapping):
-        kind = response_format.get("type")
-        if kind == "text":
-            return {}
-        if kind == "json_object":
-            return {"json_schema": {"type": "object"}}
-        described = response_format.get("json_schema")
-        if kind == "json_schema" and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping):
-            return {"json_schema": dict(described["schema"])}
-    raise ConfigError(
-        "response_format is not of a known form",
-        hint='write {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}} or {"type": "json_object"}',
-    )

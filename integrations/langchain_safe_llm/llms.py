@@ -12,7 +12,7 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
-from langchain_safe_llm._base import EnsembleModel, call_params, named
+from langchain_safe_llm._base import EnsembleModel, cache_names, call_params
 from langchain_safe_llm._chunks import TextChunks
 from langchain_safe_llm._watch import Watch, usage_of
 from safe_llm.concurrency import iterate_in_thread, run_in_thread
@@ -49,7 +49,7 @@ class SafeLLM(EnsembleModel, BaseLLM):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return self._identity | named(self._call)
+        return self._identity | cache_names(self._call)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         return self._tracing_params("llm", stop, self._call | kwargs)

@@ -8,7 +8,7 @@
 Importing this package needs no torch; the first call does.
 """
 
-from llama_index.llms.safe_llm._errors import EnsembleTimeoutError, NoToolCallError
+from llama_index.llms.safe_llm._errors import NoToolCallError
 from llama_index.llms.safe_llm.base import SafeLLM
 from llama_index.llms.safe_llm.events import (
     EnsembleGenerationEndEvent,
@@ -22,7 +22,6 @@ __all__ = [
     "EnsembleGenerationEndEvent",
     "EnsemblePointEvent",
     "EnsembleRoundEvent",
-    "EnsembleTimeoutError",
     "NoToolCallError",
     "SafeLLM",
 ]

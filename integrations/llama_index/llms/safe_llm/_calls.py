@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from llama_index.core.base.llms.types import ChatResponse, CompletionResponse
 
-from llama_index.llms.safe_llm._params import within
 from llama_index.llms.safe_llm._responses import Reader, Step
 from llama_index.llms.safe_llm.events import report, report_end
 from safe_llm.concurrency import iterate_in_thread
 from safe_llm.events import Event, Result
-from safe_llm.record import point_record, safe_record
+from safe_llm.record import point_record
 from safe_llm.types import Prompt
 
 if TYPE_CHECKING:
@@ -103,8 +102,9 @@ class Call(Generic[R]):
                     yield response
 
     def _events(self, cancel: threading.Event) -> Generator[Event, None, None]:
-        events = self.ensemble.stream(self.prompt, events=True, detailed=False, cancel=cancel, **self.params)
-        return within(self.timeout, events, cancel)
+        return self.ensemble.stream(
+            self.prompt, events=True, detailed=False, cancel=cancel, timeout=self.timeout, **self.params
+        )
 
     def _see(self, event: Event) -> Iterator[R]:
         report(event, self.span_id)
@@ -125,13 +125,7 @@ class Call(Generic[R]):
                 "completion_tokens": usage.completion_tokens,
                 "total_tokens": usage.total_tokens,
             },
-            "safe": safe_record(
-                result,
-                members=[member.name for member in self.ensemble.members],
-                mode=self.ensemble.config.mode,
-                method=self.ensemble.config.method,
-                fingerprint=self.ensemble.fingerprint,
-            ),
+            "safe": self.ensemble.record(result),
             "safe_points": [point_record(point) for point in result.points],
         }
 

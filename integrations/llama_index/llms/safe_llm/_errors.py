@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from safe_llm.errors import GenerationError
 
-__all__ = ["EnsembleTimeoutError", "NoToolCallError"]
-
-
-class EnsembleTimeoutError(GenerationError, TimeoutError):
-    """The answer took longer than `timeout`; what was decoded until then is lost."""
+__all__ = ["NoToolCallError"]
 
 
 class NoToolCallError(GenerationError, ValueError):

@@ -25,12 +25,13 @@ from pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.llms.safe_llm._calls import Call, R
 from llama_index.llms.safe_llm._errors import NoToolCallError
 from llama_index.llms.safe_llm._messages import as_messages
-from llama_index.llms.safe_llm._params import DECODING, as_tools, call_params, checked_names
+from llama_index.llms.safe_llm._params import as_tools, call_params, checked_names
 from llama_index.llms.safe_llm._responses import Reader, chat_response, completion_response
 from llama_index.llms.safe_llm._structured import StructuredPrograms
 from safe_llm.concurrency import run_in_thread
 from safe_llm.config import EnsembleConfig, EnsembleSpec, MemberConfig
 from safe_llm.errors import ConfigError, PromptError
+from safe_llm.requests import DECODING
 from safe_llm.sharing import LazyEnsemble
 from safe_llm.tool_calling import AnswerParser
 from safe_llm.types import Message, Prompt, SamplingParams
