@@ -12,7 +12,7 @@ from langchain_safe_llm import ChatSafeLLM, get_ensemble_callback
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in all?"
 
 PROMPT = ChatPromptTemplate.from_messages(
-    [("system", "Think step by step. Then write: The answer is N."), ("human", "{question}")]
+    [("system", "Think step by step. End with: The answer is N."), ("human", "{question}")]
 )
 
 

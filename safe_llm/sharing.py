@@ -46,6 +46,7 @@ class LazyEnsemble:
         self._source = source
         self._progress = progress
         self._loaded: Ensemble | None = None
+        self._made_of: tuple[Any, ...] = ()
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class LazyEnsemble:
         verifiers: Sequence[MemberLike] = (),
         config: EnsembleConfig | Mapping[str, Any] | None = None,
         progress: bool = True,
+        previous: Self | None = None,
     ) -> Self:
         """Describe an ensemble in one of three ways. Nothing is loaded, but all that needs no weights is checked.
 
@@ -67,16 +69,23 @@ class LazyEnsemble:
             verifiers: The others, with `drafter` only.
             config: How they decide: a mapping changes these fields, an `EnsembleConfig` replaces the preset's.
             progress: Show progress bars on a terminal while loading.
+            previous: Returned instead of a new handle if it was made of these very objects.
 
         Raises:
             ConfigError: None or several of the three ways, or values that are not valid or do not fit each other.
         """
+        made_of = (ensemble, preset, drafter, verifiers, config, progress)
+        if previous is not None and [*map(id, previous._made_of)] == [*map(id, made_of)]:
+            return previous
         _check_way({"ensemble": ensemble, "preset": preset, "drafter": drafter}, bool(verifiers))
         if ensemble is not None:
             _check_ensemble(ensemble, config)
-            return cls(ensemble)
-        spec = _spec_of_members(drafter, verifiers) if drafter is not None else _spec_of(preset)
-        return cls(_checked(spec, config), progress=progress)
+            handle = cls(ensemble)
+        else:
+            spec = _spec_of_members(drafter, verifiers) if drafter is not None else _spec_of(preset)
+            handle = cls(_checked(spec, config), progress=progress)
+        handle._made_of = made_of
+        return handle
 
     # ------------------------------------------------------------------ loading
 

@@ -386,3 +386,11 @@ def test_pickled_handle_loads_in_another_process(folder):
     code = f"import pickle, sys; print(repr(pickle.load(sys.stdin.buffer).get().{use}))"
     done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(handle), capture_output=True, timeout=300)
     assert done.stdout.decode().strip() == repr(expected), done.stderr.decode()
+
+
+def test_handle_of_the_same_objects_is_the_previous_one():
+    config = {"lookahead": 3}
+    handle = LazyEnsemble.of(preset="demo", config=config)
+    assert LazyEnsemble.of(preset="demo", config=config, previous=handle) is handle
+    assert LazyEnsemble.of(preset="demo", config={"lookahead": 4}, previous=handle) is not handle
+    assert LazyEnsemble.of(preset="demo3", config=config, previous=handle) is not handle

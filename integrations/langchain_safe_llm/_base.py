@@ -75,7 +75,6 @@ class EnsembleModel(BaseModel):
     show_progress: bool = True
 
     _lazy: LazyEnsemble | None = PrivateAttr(default=None)
-    _source: tuple[Any, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
@@ -101,17 +100,15 @@ class EnsembleModel(BaseModel):
     # ------------------------------------------------------------------ the ensemble
 
     def _handle(self) -> LazyEnsemble:
-        source = (self.ensemble, self.preset, self.drafter, self.verifiers, self.ensemble_config, self.show_progress)
-        if self._lazy is None or any(a is not b for a, b in zip(source, self._source, strict=True)):
-            self._lazy = LazyEnsemble.of(
-                ensemble=self.ensemble,
-                preset=self.preset,
-                drafter=self.drafter,
-                verifiers=self.verifiers,
-                config=self.ensemble_config,
-                progress=self.show_progress,
-            )
-            self._source = source
+        self._lazy = LazyEnsemble.of(
+            ensemble=self.ensemble,
+            preset=self.preset,
+            drafter=self.drafter,
+            verifiers=self.verifiers,
+            config=self.ensemble_config,
+            progress=self.show_progress,
+            previous=self._lazy,
+        )
         return self._lazy
 
     def load(self) -> Ensemble:

@@ -98,7 +98,6 @@ class SafeLLM(StructuredPrograms, FunctionCallingLLM, CustomLLM):
     show_progress: bool = True
 
     _lazy: LazyEnsemble | None = PrivateAttr(default=None)
-    _source: tuple[Any, ...] = PrivateAttr(default=())
 
     def __init__(self, **values: Any) -> None:
         values = checked_names(values, type(self).model_fields)
@@ -118,17 +117,15 @@ class SafeLLM(StructuredPrograms, FunctionCallingLLM, CustomLLM):
     # ------------------------------------------------------------------ the ensemble
 
     def _handle(self) -> LazyEnsemble:
-        source = (self.ensemble, self.preset, self.drafter, self.verifiers, self.ensemble_config, self.show_progress)
-        if self._lazy is None or any(a is not b for a, b in zip(source, self._source, strict=True)):
-            self._lazy = LazyEnsemble.of(
-                ensemble=self.ensemble,
-                preset=self.preset,
-                drafter=self.drafter,
-                verifiers=self.verifiers,
-                config=self.ensemble_config,
-                progress=self.show_progress,
-            )
-            self._source = source
+        self._lazy = LazyEnsemble.of(
+            ensemble=self.ensemble,
+            preset=self.preset,
+            drafter=self.drafter,
+            verifiers=self.verifiers,
+            config=self.ensemble_config,
+            progress=self.show_progress,
+            previous=self._lazy,
+        )
         return self._lazy
 
     def load(self) -> Ensemble:
