@@ -25,8 +25,6 @@ def value_of(node: ast.AST) -> float:
             return number
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](value_of(left), value_of(right))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -value_of(operand)
     raise ValueError("only numbers and + - * / can be computed")
 
 
@@ -41,14 +39,16 @@ def calculator(expression: str) -> str:
 
 @wrap_model_call
 def compute_first(request: ModelRequest, handler: Callable[[ModelRequest], ModelResponse]) -> ModelResponse:
-    """Small models forget their tools: make them use one on the question, and then answer in words."""
-    return handler(request.override(tool_choice="any" if isinstance(request.messages[-1], HumanMessage) else "none"))
+    """Small models need to be led: they must use a tool on the question, and then say what came out."""
+    if isinstance(request.messages[-1], HumanMessage):
+        return handler(request.override(tool_choice="any"))
+    asked = [*request.messages, HumanMessage("So, what is the answer to my question? Say it in one sentence.")]
+    return handler(request.override(messages=asked, tool_choice="none"))
 
 
 def main(model: BaseChatModel | None = None, question: str = "What is 1234 * 5678?") -> str:
     """Run the agent, print its messages, and return the answer."""
-    model = model or ChatSafeLLM(preset="demo", max_tokens=128)
-    agent = create_agent(model, [calculator], middleware=[compute_first])
+    agent = create_agent(model or ChatSafeLLM(preset="demo"), [calculator], middleware=[compute_first])
     messages = agent.invoke({"messages": [("user", question)]})["messages"]
     for message in messages:
         message.pretty_print()

@@ -11,10 +11,10 @@ from langchain_core.language_models import BaseChatModel, BaseLLM
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, LLMResult
 
-from langchain_safe_llm._record import point_record, safe_record
 from langchain_safe_llm._tracing import PhaseTracer, aemit_point, emit_point
 from safe_llm import Ensemble
 from safe_llm.events import EnsemblePoint, Result, RoundFinished, TextDelta
+from safe_llm.record import point_record, safe_record
 from safe_llm.testing import scripted_ensemble
 
 QUESTION = "Where is the treasure?"

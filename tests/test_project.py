@@ -112,6 +112,23 @@ def test_readme_python_example_runs(monkeypatch, capsys):
     assert "72 in all" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["langchain", "llama-index"])
+def test_readme_examples_of_the_integrations_run(name, monkeypatch, capsys):
+    from safe_llm.ensemble import Ensemble
+    from safe_llm.testing import scripted_ensemble
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(rf"<!-- example: {name} -->\n```python\n(.+?)\n```", readme, re.DOTALL)
+    said = ("The answer is 72.", "The answer was 72.")
+    france = "What is the capital of France?"
+    scripts = scripted_ensemble(*[{france: a} if name == "llama-index" else (lambda _, a=a: a) for a in said])
+    monkeypatch.setattr(Ensemble, "from_spec", lambda spec, **_: scripts)
+    exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "The answer" in out
+    assert re.search(r"points +\d|'ensemble': 0\.", out)
+
+
 def _from_scripts(ensemble):
     class FromScripts:
         @staticmethod
