@@ -157,9 +157,10 @@ def _choose(
 
 
 def top_log_probs(scores: Scores, position: int, count: int) -> tuple[list[int], list[float]]:
-    """Return the `count` best ids at a position and their log-probabilities, best first."""
+    """Return the `count` best ids that can be chosen at a position and their log-probabilities, best first."""
     if count == 0:
         return [], []
     ids: list[int] = scores.top_k([position], count)[0][0].tolist()
     values: list[float] = scores.log_probs([position] * len(ids), ids).tolist()
-    return ids, values
+    num_possible = sum(value > -np.inf for value in values)  # a grammar may leave fewer
+    return ids[:num_possible], values[:num_possible]

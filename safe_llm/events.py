@@ -71,6 +71,8 @@ class Decision:
         outcome: What became of it.
         probabilities: For each member that was asked, by name: the probability of the token that this member itself
             has here (for the drafter the drafted one). Empty where nobody was asked.
+        tops: For the drafter and each member that was asked, by name: its best tokens here (END is empty) with their
+            probabilities, best first, at most three. Empty unless the events were asked for in detail.
     """
 
     position: int
@@ -78,6 +80,7 @@ class Decision:
     token: bytes
     outcome: Outcome
     probabilities: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    tops: Mapping[str, tuple[tuple[bytes, float], ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

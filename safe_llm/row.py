@@ -57,7 +57,7 @@ class Row:
         request: What was asked.
         index: Its number in events.
         submitted_s: Clock when it was submitted.
-        detailed: Somebody reads the events: report probabilities also where the decision did not need them.
+        detailed: Somebody reads the events: report what the decisions did not need, too.
         session: The drafter's session; None before the row has joined.
         tracks: The row on each verifier.
         grammars: Where the row stands in its grammar, for each member, the drafter first; empty without one.

@@ -29,6 +29,8 @@ from safe_llm.vocabulary import NOT_EXACT
 __all__ = ["Track", "Verdict", "VerifyTask", "align", "score", "walk"]
 
 _NOBODY: Mapping[str, float] = MappingProxyType({})
+_NO_TOPS: Mapping[str, tuple[tuple[bytes, float], ...]] = MappingProxyType({})
+_NUM_TOPS = 3
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class VerifyTask:
         uniform: Draws from [0, 1) for this row.
         blocked: Why the i-th drafted token is no candidate; None where it is one.
         every_token: No boundary check and no consensus check: merge right after the text, whatever its tokens are.
-        detailed: Report every asked member's probability, also where C1 needed none.
+        detailed: Report every asked member's probability, also where C1 needed none, and its best tokens.
         grammars: Where the row stands in its grammar, for each verifier; empty without one.
         error: Why the row cannot go on.
     """
@@ -269,43 +271,51 @@ def walk(
             chosen = merged.chosen
             outcome = Outcome.CONFIRMED if chosen == key else Outcome.REPLACED
         decided = outcome or Outcome.DRAFTED
-        asked = point.views if point is not None and (task.detailed or decided.is_ensembled) else ()
-        decisions.append(
-            Decision(
-                position=task.position + i,
-                byte_offset=task.offsets[i],
-                token=key,
-                outcome=decided,
-                probabilities={view.name: view.own_probability for view in asked} if asked else _NOBODY,
-            )
-        )
-        if decisions[-1].outcome.is_ensembled:
-            merged = merged or Merged(chosen=chosen, candidates=())
+        ensemble_s = clock() - started if decided.is_ensembled else 0.0
+        decisions.append(_decision(task, i, decided, point, drafter))
+        if decided.is_ensembled:
             return Verdict(
                 decisions=tuple(decisions),
                 num_accepted=i,
                 replacement=chosen,
-                merged=merged,
-                ensemble_s=clock() - started,
+                merged=merged or Merged(chosen=chosen, candidates=()),
+                ensemble_s=ensemble_s,
             )
     return Verdict(decisions=tuple(decisions), num_accepted=len(task.keys))
+
+
+def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | None, drafter: Member) -> Decision:
+    """Write down a verdict; what the walk itself did not need is looked up only in detail."""
+    asked = () if point is None else point.views
+    seen = asked or (_drafter_view(task, index, drafter, 1.0),) if task.detailed else ()
+    reported = asked if task.detailed or outcome.is_ensembled else ()
+    return Decision(
+        position=task.position + index,
+        byte_offset=task.offsets[index],
+        token=task.keys[index],
+        outcome=outcome,
+        probabilities={view.name: view.own_probability for view in reported} if reported else _NOBODY,
+        tops={view.name: view.best_tokens(_NUM_TOPS) for view in seen} if seen else _NO_TOPS,
+    )
+
+
+def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) -> MemberView:
+    scores, position = task.draft.scores[index]
+    return MemberView(
+        name=drafter.name,
+        vocabulary=drafter.vocabulary,
+        scores=scores,
+        position=position,
+        weight=weight,
+        own=task.draft.ids[index],
+        own_is_best=True,
+    )
 
 
 def _point(
     task: VerifyTask, index: int, drafter: Member, verifiers: Sequence[Member], weights: Sequence[float]
 ) -> Point:
-    scores, position = task.draft.scores[index]
-    views = [
-        MemberView(
-            name=drafter.name,
-            vocabulary=drafter.vocabulary,
-            scores=scores,
-            position=position,
-            weight=weights[0],
-            own=task.draft.ids[index],
-            own_is_best=True,
-        )
-    ]
+    views = [_drafter_view(task, index, drafter, weights[0])]
     for number, verifier in enumerate(verifiers):
         track, scored = task.tracks[number], task._scored[number]
         count = task.count(track, index)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import fields
 
 import pytest
@@ -12,7 +14,8 @@ from safe_llm.cli.options import EnsembleFlags, OutputFlags, SamplingFlags
 from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import result_as_dict
 from safe_llm.errors import MemberError
-from safe_llm.types import SamplingParams
+from safe_llm.trace import read_trace
+from safe_llm.types import Message, SamplingParams
 from test_cli_support import QUESTION, RIGHT, WRONG, install, refuse_to_load, run
 
 HOSTILE = "a\x1b[31mred\x07 \x9b2J \r\n[bold]b[/bold] :smile: \u202eend"
@@ -303,7 +306,7 @@ def test_stdin_that_is_not_utf8_is_refused(monkeypatch):
 def test_prompt_is_a_user_message_unless_raw(monkeypatch):
     scripted = install(monkeypatch, {QUESTION: RIGHT})
     seen = []
-    monkeypatch.setattr(answering, "answer", lambda ensemble, prompt, *rest: seen.append(prompt))
+    monkeypatch.setattr(answering, "answer", lambda ensemble, prompt, *rest, **more: seen.append(prompt))
     run("generate", QUESTION)
     run("generate", "--system", "Be brief.", QUESTION)
     run("generate", "--raw", QUESTION)
@@ -466,4 +469,76 @@ def test_version():
 
 
 def test_output_flags_are_documented_fields():
-    assert [field.name for field in fields(OutputFlags)] == ["as_json", "show", "quiet"]
+    assert [field.name for field in fields(OutputFlags)] == ["as_json", "show", "trace", "trace_prompt", "quiet"]
+
+
+# ---------------------------------------------------------------------- --trace
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--show"]])
+def test_trace_is_written_beside_the_answer(monkeypatch, tmp_path, flags):
+    path = str(tmp_path / "t.jsonl")
+    install(monkeypatch, {QUESTION: WRONG}, {QUESTION: RIGHT})
+    plain = run("generate", "--weights", "1,3", QUESTION, *flags)
+    traced = run("generate", "--weights", "1,3", QUESTION, *flags, "--trace", path)
+    shown = [json.loads(r.stdout)["text"] if "--json" in flags else r.stdout.decode() for r in (plain, traced)]
+    assert shown == [RIGHT, RIGHT]
+    trace = read_trace(path)
+    [request] = trace.requests
+    assert trace.is_complete
+    assert request.result.text == RIGHT
+    assert request.points
+    assert all(d.tops for r in request.rounds for d in r.decisions)
+    assert request.prompt.content is None
+
+
+def test_trace_prompt_writes_the_prompt_too(monkeypatch, tmp_path):
+    path = str(tmp_path / "t.jsonl")
+    install(monkeypatch, {QUESTION: RIGHT})
+    assert run("generate", QUESTION, "--trace", path, "--trace-prompt").code == 0
+    assert read_trace(path).requests[0].prompt.content == (Message(role="user", content=QUESTION),)
+    result = run("generate", QUESTION, "--trace-prompt")
+    assert (result.code, result.error_lines[0]) == (2, "error: --trace-prompt needs --trace")
+
+
+def test_trace_replaces_what_the_file_held(monkeypatch, tmp_path):
+    path = tmp_path / "t.jsonl"
+    install(monkeypatch, {QUESTION: RIGHT})
+    for _ in range(2):
+        assert run("generate", QUESTION, "--trace", str(path)).code == 0
+    assert len(read_trace(path).requests) == 1
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_loading(monkeypatch, tmp_path):
+    refuse_to_load(monkeypatch)
+    for path in (tmp_path, tmp_path / "missing" / "t.jsonl"):
+        result = run("generate", QUESTION, "--trace", str(path))
+        assert (result.code, result.stdout) == (2, b"")
+        assert result.error_lines[0].startswith("error: cannot write the trace")
+
+
+def test_a_full_disk_ends_the_trace_with_an_error(monkeypatch):
+    install(monkeypatch, {QUESTION: RIGHT})
+    result = run("generate", QUESTION, "--trace", "/dev/full")
+    assert result.code == 2
+    assert result.error_lines == ["error: cannot write the trace '/dev/full': No space left on device"]
+
+
+def test_a_trace_goes_into_a_pipe(monkeypatch, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader.start()
+    install(monkeypatch, {QUESTION: RIGHT})
+    assert run("generate", QUESTION, "--trace", str(pipe)).code == 0
+    reader.join()
+    assert json.loads(received[0].splitlines()[-1])["type"] == "result"
+
+
+def test_chat_traces_every_turn(monkeypatch, tmp_path):
+    path = str(tmp_path / "t.jsonl")
+    install(monkeypatch, {QUESTION: RIGHT})
+    result = run("chat", "--trace", path, stdin=f"{QUESTION}\n/reset\n{QUESTION}\n".encode())
+    assert result.stdout.decode() == f"{RIGHT}\n" * 2
+    assert [request.result.text for request in read_trace(path).requests] == [RIGHT, RIGHT]

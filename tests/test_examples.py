@@ -57,7 +57,12 @@ def test_agent_uses_its_calculator():
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("3 * (4 + 5)", "27"), ("(1 - 2) / 4", "-0.25"), ("1 / 0", "Error: division by zero"), ("f(1)", "Error: only numbers")],
+    [
+        ("3 * (4 + 5)", "27"),
+        ("(1 - 2) / 4", "-0.25"),
+        ("1 / 0", "Error: division by zero"),
+        ("f(1)", "Error: only numbers"),
+    ],
 )
 def test_calculator_computes_numbers_and_nothing_else(expression, result):
     assert example("langchain_agent").calculator.invoke({"expression": expression}).startswith(result)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import reference
 from helpers import QUESTION, ensemble, tiny_member
 from safe_llm.config import EnsembleConfig
+from safe_llm.ensemble import result_as_dict
 from safe_llm.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError, UnknownNameError
 from safe_llm.events import RoundFinished
 from safe_llm.grammar import Grammar, GrammarTokenizer, checked_grammar, json_grammar, regex_grammar
@@ -156,6 +157,13 @@ def test_rows_of_a_batch_follow_their_own_grammars():
             for form in (keywords("json"), {}, keywords("words"))
         ]
         assert [future.result().text for future in futures] == alone
+
+
+def test_log_probabilities_name_what_the_grammar_leaves():
+    result = scripted_ensemble({"q": "fine"}).generate("q", regex="ab?", logprobs=5)
+    assert [token for token, _ in result.logprobs[0].top] == [b"a"]
+    assert all(np.isfinite(value) for t in result.logprobs for _, value in t.top)
+    json.loads(json.dumps(result_as_dict(result), allow_nan=False))
 
 
 def test_forced_text_costs_no_verifier_pass():

@@ -68,6 +68,8 @@ def test_everything_exported_at_the_top_resolves():
         "safe_llm.config",
         "safe_llm.models",
         "safe_llm.sharing",
+        "safe_llm.trace",
+        "safe_llm.report",
         "langchain_safe_llm",
         "llama_index.llms.safe_llm",
     ],

@@ -8,6 +8,7 @@ import pytest
 from helpers import ensemble
 from safe_llm.events import EnsemblePoint, Outcome, RoundFinished
 from safe_llm.member import Member
+from safe_llm.methods.base import MemberView
 from safe_llm.prompting import Prompter
 from safe_llm.testing.backends import ScriptedBackend
 from safe_llm.testing.tokenizers import characters
@@ -185,3 +186,42 @@ def test_nothing_after_an_end_inside_the_draft_is_emitted():
     verifier = member("V", ["a", "b"], chain(("a", 0.9), ("<end>", 0.9), ("b", 0.9)))
     result = ensemble(drafter, verifier, lookahead=4).generate(PROMPT)
     assert (result.text, result.usage.completion_tokens, result.finish_reason) == ("a", 2, "stop")
+
+
+def detailed_decisions(members, *, detailed=True, **options):
+    events = ensemble(*members, lookahead=8, **options).stream(PROMPT, events=True, detailed=detailed, max_tokens=40)
+    return [d for e in events if isinstance(e, RoundFinished) for d in e.decisions]
+
+
+def test_detailed_decisions_have_the_best_tokens_of_everybody_who_was_asked():
+    decisions = detailed_decisions(figure_3())
+    assert [set(d.tops) for d in decisions[:3]] == [{"D", "V1", "V2"}, {"D", "V1", "V2"}, {"D"}]  # "le" is OOV-like
+    replaced = decisions[5]
+    assert [token for token, _ in replaced.tops["V1"][:2]] == [b" Correct", b" Inc"]
+    assert [p for _, p in replaced.tops["V1"][:2]] == pytest.approx([0.6, 0.3], abs=1e-3)
+    for decision in decisions:
+        assert all(len(top) == 3 for top in decision.tops.values())
+        for name, p in decision.probabilities.items():
+            assert decision.tops[name][0][1] >= p - 1e-12
+
+
+def test_without_verifiers_the_drafter_alone_has_best_tokens():
+    decisions = detailed_decisions(figure_3(), mode="drafter")
+    assert {frozenset(d.tops) for d in decisions} == {frozenset({"D"})}
+    assert decisions[0].tops["D"][0] == (b"En", pytest.approx(0.9, abs=1e-3))
+    assert all(d.probabilities == {} for d in decisions)
+
+
+def test_best_tokens_are_looked_up_in_detail_only(monkeypatch):
+    asked = []
+    original = MemberView.best_tokens
+    monkeypatch.setattr(MemberView, "best_tokens", lambda view, k: asked.append(view.name) or original(view, k))
+    assert all(d.tops == {} for d in detailed_decisions(figure_3(), detailed=False))
+    assert asked == []
+    detailed_decisions(figure_3())
+    assert asked
+
+
+def test_best_tokens_change_no_verdict():
+    brief, full = (detailed_decisions(figure_3(), detailed=detailed) for detailed in (False, True))
+    assert [(d.token, d.outcome) for d in brief] == [(d.token, d.outcome) for d in full]

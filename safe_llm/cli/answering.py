@@ -7,26 +7,52 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safe_llm.cli import terminal
 from safe_llm.cli.options import OutputFlags
-from safe_llm.errors import Cancelled, ConfigError
+from safe_llm.errors import Cancelled, ConfigError, TraceError
 from safe_llm.events import EnsemblePoint, Event, GenerationFinished, Result, RoundFinished, TextDelta
 from safe_llm.types import FinishDetail, Prompt
 
 if TYPE_CHECKING:
     from safe_llm.ensemble import Ensemble
+    from safe_llm.trace import TraceWriter
 
-__all__ = ["Marker", "answer", "check_output", "json_line"]
+__all__ = ["Marker", "answer", "check_output", "check_trace", "json_line", "tracing"]
 
 
 def check_output(flags: OutputFlags) -> None:
     """Raise ConfigError where the flags do not go together."""
     if flags.as_json and flags.show:
         raise ConfigError("give --json or --show, not both", hint="the JSON object has all that --show shows")
+    if flags.trace_prompt and flags.trace is None:
+        raise ConfigError("--trace-prompt needs --trace", hint="name the file with --trace FILE")
+
+
+def check_trace(flags: OutputFlags) -> None:
+    """Raise TraceError where the file of `--trace` cannot be written, before weights are read.
+
+    A pipe is left alone: whoever reads it would take our closing it for the end.
+    """
+    if flags.trace is None or Path(flags.trace).is_fifo():
+        return
+    try:
+        open(flags.trace, "a").close()
+    except OSError as error:
+        raise TraceError(f"cannot write the trace {flags.trace!r}: {error.strerror}") from None
+
+
+def tracing(ensemble: Ensemble, flags: OutputFlags) -> contextlib.AbstractContextManager[TraceWriter | None]:
+    """Begin the trace that the flags ask for, in place of what the file held; None where they ask for none."""
+    if flags.trace is None:
+        return contextlib.nullcontext()
+    from safe_llm.trace import TraceWriter
+
+    return TraceWriter(flags.trace, ensemble, include_prompt=flags.trace_prompt)
 
 
 def answer(
@@ -35,6 +61,7 @@ def answer(
     params: Mapping[str, Any],
     output: OutputFlags,
     cancel: threading.Event | None = None,
+    trace: TraceWriter | None = None,
 ) -> str:
     """Print the answer and return its text; what came until `cancel` was set, where it was.
 
@@ -42,8 +69,12 @@ def answer(
     into a pipe nothing is added. Counters go to stderr.
     """
     if output.as_json:
-        return _answer_in_json(ensemble, prompt, params, cancel)
-    text, result = _answer_in_text(ensemble, prompt, params, output.show, cancel)
+        return _answer_in_json(ensemble, prompt, params, cancel, trace)
+    if trace is None:
+        events = ensemble.stream(prompt, events=True, detailed=False, cancel=cancel, **params)
+    else:
+        events = trace.stream(prompt, cancel=cancel, **params)
+    text, result = _answer_in_text(events, output.show)
     if sys.stdout.isatty() and not text.endswith("\n"):
         terminal.write("\n")
     if result is None:
@@ -55,13 +86,10 @@ def answer(
     return text
 
 
-def _answer_in_text(
-    ensemble: Ensemble, prompt: Prompt, params: Mapping[str, Any], show: bool, cancel: threading.Event | None
-) -> tuple[str, Result | None]:
+def _answer_in_text(stream: Iterator[Event], show: bool) -> tuple[str, Result | None]:
     marker = Marker() if show and sys.stdout.isatty() else None
     parts: list[str] = []
     result = None
-    stream = ensemble.stream(prompt, events=True, cancel=cancel, **params)
     with contextlib.suppress(Cancelled), contextlib.closing(stream) as events:  # type: ignore[type-var]
         for event in events:
             if isinstance(event, TextDelta):
@@ -76,12 +104,16 @@ def _answer_in_text(
 
 
 def _answer_in_json(
-    ensemble: Ensemble, prompt: Prompt, params: Mapping[str, Any], cancel: threading.Event | None
+    ensemble: Ensemble,
+    prompt: Prompt,
+    params: Mapping[str, Any],
+    cancel: threading.Event | None,
+    trace: TraceWriter | None,
 ) -> str:
     from safe_llm.ensemble import result_as_dict
 
     try:
-        result: Result = ensemble.generate(prompt, cancel=cancel, **params)
+        result: Result = (trace or ensemble).generate(prompt, cancel=cancel, **params)
     except Cancelled:
         terminal.say("(stopped)")
         return ""

@@ -111,8 +111,10 @@ def generate(
     text = prompts.read_text(prompt, escape=escape)
     spec = loading.spec_of(members, placement, ensemble, sampling)
     request = prompts.build_prompt(text, system=system, raw=raw)
+    answering.check_trace(output)
     loaded = loading.load_ensemble(spec, progress=not output.quiet)
-    answering.answer(loaded, request, spec.sampling, output)
+    with answering.tracing(loaded, output) as trace:
+        answering.answer(loaded, request, spec.sampling, output, trace=trace)
     return 0
 
 
@@ -138,8 +140,10 @@ def chat(
     if escape:
         system, sampling = _unescaped(system, sampling)
     spec = loading.spec_of(members, placement, ensemble, sampling)
+    answering.check_trace(output)
     loaded = loading.load_ensemble(spec, progress=not output.quiet)
-    return chat.converse(loaded, spec.sampling, output, system)
+    with answering.tracing(loaded, output) as trace:
+        return chat.converse(loaded, spec.sampling, output, system, trace)
 
 
 def _unescaped(system: str | None, sampling: SamplingFlags) -> tuple[str | None, SamplingFlags]:
@@ -216,3 +220,20 @@ def remove_command(
     from safe_llm.cli import model_commands
 
     return model_commands.remove(name)
+
+
+@app.command(cls=SectionedCommand)
+def report(
+    traces: Annotated[list[str], typer.Argument(metavar="TRACE...", help="Files that `--trace` wrote.")],
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page instead.")
+    ] = None,
+) -> int:
+    """Show where the ensemble acted in answers, and why.
+
+    On the terminal: the text with its tokens marked, the ensemble points, counters and times. With --html a page that
+    opens in any browser without a network, where each token shows what every member made of it.
+    """
+    from safe_llm.cli import reporting
+
+    return reporting.report(traces, html)

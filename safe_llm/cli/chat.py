@@ -23,13 +23,20 @@ from safe_llm.types import Message
 
 if TYPE_CHECKING:
     from safe_llm.ensemble import Ensemble
+    from safe_llm.trace import TraceWriter
 
 __all__ = ["converse"]
 
 _PROMPT = "> "
 
 
-def converse(ensemble: Ensemble, params: Mapping[str, Any], output: OutputFlags, system: str | None) -> int:
+def converse(
+    ensemble: Ensemble,
+    params: Mapping[str, Any],
+    output: OutputFlags,
+    system: str | None,
+    trace: TraceWriter | None = None,
+) -> int:
     """Answer line by line until `/exit` or the end of stdin.
 
     Returns:
@@ -45,7 +52,7 @@ def converse(ensemble: Ensemble, params: Mapping[str, Any], output: OutputFlags,
         elif line.strip():
             try:
                 text = decode(line.encode("utf-8", errors="surrogateescape"))
-                history = _turn(ensemble, history, text, params, output)
+                history = _turn(ensemble, history, text, params, output, trace)
             except SafeLLMError as error:
                 num_failed += 1
                 terminal.say_error(str(error.args[0]), error.hint)
@@ -53,12 +60,17 @@ def converse(ensemble: Ensemble, params: Mapping[str, Any], output: OutputFlags,
 
 
 def _turn(
-    ensemble: Ensemble, history: list[Message], line: str, params: Mapping[str, Any], output: OutputFlags
+    ensemble: Ensemble,
+    history: list[Message],
+    line: str,
+    params: Mapping[str, Any],
+    output: OutputFlags,
+    trace: TraceWriter | None,
 ) -> list[Message]:
     """Print the answer to one line and return the conversation that it leaves."""
     asked = [*history, Message(role="user", content=line)]
     with _cancel_on_interrupt() as cancel:
-        text = answer(ensemble, asked, params, output, cancel)
+        text = answer(ensemble, asked, params, output, cancel, trace)
     if not sys.stdout.isatty() and not output.as_json:
         terminal.write("\n")
     return [*asked, Message(role="assistant", content=text)] if text else history

@@ -109,6 +109,13 @@ class OutputFlags:
     show: Annotated[
         bool, _output("Mark the tokens where the ensemble acted (terminal), and print counters to stderr.", "--show")
     ] = False
+    trace: Annotated[
+        str | None,
+        _output("Write down every round, for `safe-llm report`; a file that exists is replaced.", metavar="FILE"),
+    ] = None
+    trace_prompt: Annotated[
+        bool, _output("Write the prompt's text into the trace too, not only its length and hash.", "--trace-prompt")
+    ] = False
     quiet: Annotated[bool, _output("No progress on stderr.", "--quiet", "-q")] = False
 
 

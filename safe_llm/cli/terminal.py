@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
+
+from safe_llm.visible import harmless
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["MARKS", "abandon_stdout", "console", "harmless", "marked", "prepare", "say", "say_error", "write"]
 
 DEBUG_VARIABLE = "SAFE_LLM_DEBUG"
-
-# C0 but tab and newline, DEL, C1, and what reorders or breaks lines invisibly.
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 MARKS = {
     "replaced": ("\x1b[1;7m", "\x1b[0m"),  # bold, reverse video
@@ -35,16 +33,6 @@ def prepare() -> None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     else:
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")  # type: ignore[union-attr]
-
-
-def harmless(text: str) -> str:
-    r"""Replace control characters by visible escapes (`\x1b`); newline and tab stay, CR LF becomes a newline."""
-    return _CONTROL.sub(_escape, text.replace("\r\n", "\n"))
-
-
-def _escape(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def write(text: str, mark: str | None = None) -> None:

@@ -77,6 +77,12 @@ class MemberView:
                 found.setdefault(self.key(token_id), (token_id, logit))
         return list(found), [i for i, _ in found.values()], [x for _, x in found.values()]
 
+    def best_tokens(self, k: int) -> tuple[tuple[bytes, float], ...]:
+        """Keys and probabilities (full softmax) of the k best tokens, best first. For reports, not for decisions."""
+        keys, ids, _ = self.top(k)
+        log_probs = self.scores.log_probs([self.position] * len(ids), ids)
+        return tuple(zip(keys, np.exp(log_probs).tolist(), strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
