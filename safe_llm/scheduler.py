@@ -145,19 +145,24 @@ class _FairLock:
 
     `threading.Lock` mostly goes back to who released it: then one caller drives round after round while the others wait
     to take their tokens, or to join.
+
+    An interrupt (Ctrl-C) may hit between any two steps of it. A thread that was interrupted while it left still holds
+    the lock, and has it again at once when it next enters, which `Scheduler.run` does to clean up.
     """
 
     def __init__(self) -> None:
         self._inner = threading.Lock()
-        self._turns: deque[threading.Lock] = deque()  # the first one's owner holds the lock
+        self._turns: deque[tuple[int, threading.Lock]] = deque()  # threads in order; the first one holds the lock
 
     def __enter__(self) -> None:
-        turn = threading.Lock()
+        me, turn = threading.get_ident(), threading.Lock()
+        if self._turns and self._turns[0][0] == me:
+            return
         turn.acquire()
         try:
             with self._inner:
-                self._turns.append(turn)
-                if self._turns[0] is turn:
+                self._turns.append((me, turn))
+                if self._turns[0][1] is turn:
                     turn.release()
             turn.acquire()
         except BaseException:  # interrupted while waiting
@@ -165,15 +170,14 @@ class _FairLock:
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._leave(self._turns[0])
+        self._leave(self._turns[0][1])
 
     def _leave(self, turn: threading.Lock) -> None:
         with self._inner:
-            was_first = bool(self._turns) and self._turns[0] is turn
-            if turn in self._turns:
-                self._turns.remove(turn)
+            was_first = bool(self._turns) and self._turns[0][1] is turn
+            self._turns = deque(entry for entry in self._turns if entry[1] is not turn)
             if was_first and self._turns:
-                self._turns[0].release()
+                self._turns[0][1].release()
 
 
 def _owned(error: Exception) -> BaseException:

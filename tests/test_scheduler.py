@@ -113,13 +113,34 @@ def test_fair_lock_survives_an_interrupt_of_a_waiter(handed_over, monkeypatch):
         def release(self):
             self._lock.release()
 
-    lock.__enter__()
+    holder = threading.Thread(target=lock.__enter__)
+    holder.start()
+    holder.join(10)
     monkeypatch.setattr("safe_llm.scheduler.threading.Lock", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         lock.__enter__()
     monkeypatch.undo()
     if not handed_over:
         lock.__exit__()
+    entered = threading.Thread(target=lambda: lock.__enter__())
+    entered.start()
+    entered.join(10)
+    assert not entered.is_alive(), "nobody can have the lock any more"
+
+
+def test_fair_lock_survives_an_interrupt_of_a_holder_that_leaves():
+    lock = _FairLock()
+    leave = lock._leave
+
+    def interrupted(turn):
+        lock._leave = leave
+        raise KeyboardInterrupt
+
+    lock._leave = interrupted
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    with lock:  # what cleans up after it
+        pass
     entered = threading.Thread(target=lambda: lock.__enter__())
     entered.start()
     entered.join(10)
