@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from safe_llm import Ensemble, EnsembleConfig, MemberConfig
@@ -9,6 +11,7 @@ from safe_llm.config import preset
 from safe_llm.ensemble import load_members
 from safe_llm.events import Outcome, RoundFinished
 from safe_llm.member import Member
+from safe_llm.tool_calling import parse_answer
 
 pytestmark = pytest.mark.demo
 
@@ -54,6 +57,26 @@ def test_every_token_mode_runs(members):
     result = Ensemble(members, EnsembleConfig(mode="every-token")).generate(CAPITAL, max_tokens=12)
     assert result.counters.ensemble_rate == 1.0
     assert result.text
+
+
+@pytest.mark.parametrize("method", ["unite", "gac", "prefix-mass"])
+def test_forms_are_enforced_on_three_real_vocabularies(members, method):
+    safe = Ensemble(members, EnsembleConfig(method=method))
+    tool = {
+        "name": "weather",
+        "description": "Tell the weather of a city.",
+        "parameters": {"properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}},
+    }
+    tool["parameters"]["required"] = ["city", "unit"]
+    question = [{"role": "user", "content": "What is the weather in Paris, in degrees Celsius?"}]
+    result = safe.generate(question, tools=[tool], tool_choice="weather", parallel_tool_calls=False, max_tokens=80)
+    (call,) = parse_answer(result.text, tools=True).tool_calls
+    assert call.name == "weather"
+    assert call.arguments == {"city": "Paris", "unit": "C"}
+    assert result.counters.outcomes["forced"] > 10
+    colours = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 2}
+    text = safe.generate(CAPITAL, json_schema=colours, max_tokens=80).text
+    assert len(json.loads(text)) == 2
 
 
 def test_batch_of_unequal_prompts_runs(members):
