@@ -5,13 +5,23 @@ Nothing here holds text of the prompt or of the answer, except the tokens at the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from safe_llm.events import EnsemblePoint, Result, Timings
 from safe_llm.types import TokenLogprob
 
-__all__ = ["PHASES", "SCHEMA_VERSION", "logprob_records", "phase_seconds", "point_record", "safe_record"]
+__all__ = [
+    "PHASES",
+    "SCHEMA_VERSION",
+    "Totals",
+    "logprob_records",
+    "phase_seconds",
+    "point_record",
+    "ratio",
+    "safe_record",
+    "totals_table",
+]
 
 SCHEMA_VERSION = 1
 
@@ -76,6 +86,41 @@ def point_record(point: EnsemblePoint) -> dict[str, Any]:
             for c in point.candidates
         ],
     }
+
+
+class Totals(Protocol):
+    """Sums over many answers' records."""
+
+    n_tokens: int
+    n_points: int
+    n_replaced: int
+    n_draft_tokens: int
+    n_accepted_tokens: int
+    latency_s: dict[str, float]
+    ttft_s: list[float]
+
+
+def totals_table(first: Sequence[tuple[str, str, str]], totals: Totals) -> str:
+    """Return totals as a small table of plain text, after the rows (label, value, note) that are the caller's own."""
+    return "\n".join(f"{label:<10} {value:>10}  {note}".rstrip() for label, value, note in (*first, *_rows(totals)))
+
+
+def _rows(totals: Totals) -> Iterator[tuple[str, str, str]]:
+    yield "tokens", str(totals.n_tokens), ""
+    yield "points", str(totals.n_points), f"{ratio(totals.n_points, totals.n_tokens):.1%} of tokens"
+    yield "replaced", str(totals.n_replaced), f"{ratio(totals.n_replaced, totals.n_tokens):.1%} of tokens"
+    kept = ratio(totals.n_accepted_tokens, totals.n_draft_tokens)
+    yield "accepted", str(totals.n_accepted_tokens), f"{kept:.1%} of {totals.n_draft_tokens} drafted"
+    total = totals.latency_s["total"]
+    yield "seconds", f"{total:.3f}", ""
+    for phase in PHASES:
+        yield f"  {phase}", f"{totals.latency_s[phase]:.3f}", f"{ratio(totals.latency_s[phase], total):.1%}"
+    yield "mean TTFT", f"{sum(totals.ttft_s) / len(totals.ttft_s):.3f}" if totals.ttft_s else "-", ""
+
+
+def ratio(part: float, whole: float) -> float:
+    """Return part over whole; 0 of nothing."""
+    return part / whole if whole else 0.0
 
 
 def logprob_records(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

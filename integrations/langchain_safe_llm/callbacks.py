@@ -16,7 +16,7 @@ from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 from langchain_core.tracers.context import register_configure_hook
 from typing_extensions import override
 
-from safe_llm.record import PHASES, SCHEMA_VERSION
+from safe_llm.record import PHASES, SCHEMA_VERSION, ratio, totals_table
 
 __all__ = ["EnsembleCallbackHandler", "get_ensemble_callback"]
 
@@ -86,17 +86,17 @@ class EnsembleCallbackHandler(BaseCallbackHandler):
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens; 0 without a draft."""
-        return _ratio(self.n_accepted_tokens, self.n_draft_tokens)
+        return ratio(self.n_accepted_tokens, self.n_draft_tokens)
 
     @property
     def ensemble_rate(self) -> float:
         """Ensemble points over tokens."""
-        return _ratio(self.n_points, self.n_tokens)
+        return ratio(self.n_points, self.n_tokens)
 
     @property
     def replacement_rate(self) -> float:
         """Replaced over all tokens."""
-        return _ratio(self.n_replaced, self.n_tokens)
+        return ratio(self.n_replaced, self.n_tokens)
 
     @property
     def mean_ttft_s(self) -> float | None:
@@ -153,30 +153,19 @@ class EnsembleCallbackHandler(BaseCallbackHandler):
 
     def summary(self) -> str:
         """Return the totals as a small table of plain text."""
-        with self._lock:
-            return "\n".join(f"{label:<10} {value:>10}  {note}".rstrip() for label, value, note in self._rows())
-
-    def print_summary(self, file: TextIO | None = None) -> None:
-        """Print the totals to `file`, by default to standard output."""
-        print(self.summary(), file=sys.stdout if file is None else file)
-
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
         beside = {
             "cached": self.n_cached,
             "of other models": self.n_other_runs,
             "failed": self.n_errors,
             "stopped": self.n_stopped,
         }
-        yield "runs", str(self.n_runs), ", ".join(f"{count} {what}" for what, count in beside.items() if count)
-        yield "tokens", str(self.n_tokens), ""
-        yield "points", str(self.n_points), f"{self.ensemble_rate:.1%} of tokens"
-        yield "replaced", str(self.n_replaced), f"{self.replacement_rate:.1%} of tokens"
-        yield "accepted", str(self.n_accepted_tokens), f"{self.acceptance_rate:.1%} of {self.n_draft_tokens} drafted"
-        total = self.latency_s["total"]
-        yield "seconds", f"{total:.3f}", ""
-        for phase in PHASES:
-            yield f"  {phase}", f"{self.latency_s[phase]:.3f}", f"{_ratio(self.latency_s[phase], total):.1%}"
-        yield "mean TTFT", "-" if self.mean_ttft_s is None else f"{self.mean_ttft_s:.3f}", ""
+        with self._lock:
+            note = ", ".join(f"{count} {what}" for what, count in beside.items() if count)
+            return totals_table([("runs", str(self.n_runs), note)], self)
+
+    def print_summary(self, file: TextIO | None = None) -> None:
+        """Print the totals to `file`, by default to standard output."""
+        print(self.summary(), file=sys.stdout if file is None else file)
 
 
 @contextmanager
@@ -241,7 +230,3 @@ def _answer(generation: Generation) -> _Answer | None:
         )
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # somebody else's record: a callback must not fail for it
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

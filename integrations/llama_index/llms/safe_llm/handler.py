@@ -13,7 +13,7 @@ from llama_index.core.instrumentation.events import BaseEvent
 from pydantic import Field, PrivateAttr
 
 from llama_index.llms.safe_llm.events import EnsembleGenerationEndEvent
-from safe_llm.record import PHASES
+from safe_llm.record import PHASES, totals_table
 
 __all__ = ["EnsembleEventHandler"]
 
@@ -84,23 +84,6 @@ class EnsembleEventHandler(BaseEventHandler):
 
     def summary(self) -> str:
         """Return the totals as a small table of plain text."""
+        first = [("answers", str(self.n_runs), ""), ("prompts", str(self.n_prompt_tokens), "tokens")]
         with self._lock:
-            return "\n".join(f"{label:<10} {value:>10}  {note}".rstrip() for label, value, note in self._rows())
-
-    def _rows(self) -> Iterator[tuple[str, str, str]]:
-        yield "answers", str(self.n_runs), ""
-        yield "prompts", str(self.n_prompt_tokens), "tokens"
-        yield "tokens", str(self.n_tokens), ""
-        yield "points", str(self.n_points), f"{_ratio(self.n_points, self.n_tokens):.1%} of tokens"
-        yield "replaced", str(self.n_replaced), f"{_ratio(self.n_replaced, self.n_tokens):.1%} of tokens"
-        kept = _ratio(self.n_accepted_tokens, self.n_draft_tokens)
-        yield "accepted", str(self.n_accepted_tokens), f"{kept:.1%} of {self.n_draft_tokens} drafted"
-        total = self.latency_s["total"]
-        yield "seconds", f"{total:.3f}", ""
-        for phase in PHASES:
-            yield f"  {phase}", f"{self.latency_s[phase]:.3f}", f"{_ratio(self.latency_s[phase], total):.1%}"
-        yield "mean TTFT", f"{sum(self.ttft_s) / len(self.ttft_s):.3f}" if self.ttft_s else "-", ""
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
+            return totals_table(first, self)
