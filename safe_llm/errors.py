@@ -11,6 +11,7 @@
     ├── PromptError            the prompt is not usable (also a ValueError)
     │   └── ContextOverflowError  it does not fit a member's context window
     ├── TraceError             a trace cannot be read or written
+    ├── EvaluationError        an evaluation's data or results cannot be used
     └── GenerationError        a request failed while it ran
         ├── MemberError           a member failed: raised inside its forward pass
         │   └── NonFiniteLogitsError  its logits were NaN or infinite
@@ -29,6 +30,7 @@ __all__ = [
     "Cancelled",
     "ConfigError",
     "ContextOverflowError",
+    "EvaluationError",
     "GenerationError",
     "GenerationTimeoutError",
     "MemberError",
@@ -121,6 +123,10 @@ class ContextOverflowError(PromptError):
 
 class TraceError(SafeLLMError):
     """A trace file is not one, is damaged, or cannot be read or written."""
+
+
+class EvaluationError(SafeLLMError):
+    """An evaluation's data or results cannot be used: a damaged file, golds that do not score, other items."""
 
 
 class GenerationError(SafeLLMError):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_detokenization import cut_at_stop
 
 from safe_llm import Ensemble, EnsembleConfig
 from safe_llm.events import GenerationFinished, TextDelta
@@ -20,6 +19,7 @@ from safe_llm.testing.members import scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram
 from safe_llm.types import FinishDetail, Message
 from safe_llm.vocabulary import Vocabulary
+from test_detokenization import cut_at_stop
 from tokenizer_zoo import BROKEN, TEXTS
 
 SAID = {"answer": b""}

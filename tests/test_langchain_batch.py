@@ -8,6 +8,8 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from langchain_safe_llm import ChatSafeLLM, SafeLLM
 from langchain_support import (
     MODELS,
     Recorder,
@@ -16,8 +18,6 @@ from langchain_support import (
     is_freed,
     text_of,
 )
-
-from langchain_safe_llm import ChatSafeLLM, SafeLLM
 from safe_llm.errors import PromptError
 from safe_llm.testing import scripted_ensemble
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.globals import set_llm_cache
+
+from langchain_safe_llm import ChatSafeLLM, SafeLLM
 from langchain_support import (
     COUNT,
     EASY,
@@ -16,8 +18,6 @@ from langchain_support import (
     text_of,
     treasure,
 )
-
-from langchain_safe_llm import ChatSafeLLM, SafeLLM
 from safe_llm.testing import scripted_ensemble
 
 each_model = pytest.mark.parametrize("cls", MODELS)

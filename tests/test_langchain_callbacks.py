@@ -15,6 +15,7 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.outputs import ChatGeneration, Generation, LLMResult
 from langchain_core.runnables import RunnableLambda, RunnableParallel
 from langchain_core.tracers import context
+
 from langchain_models import (
     EASY,
     QUESTION,
@@ -27,7 +28,6 @@ from langchain_models import (
     info_of,
     record_of,
 )
-
 from langchain_safe_llm import callbacks
 from langchain_safe_llm.callbacks import EnsembleCallbackHandler, get_ensemble_callback
 from safe_llm.record import PHASES, SCHEMA_VERSION, point_record

@@ -13,11 +13,11 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
-from langchain_support import CHAT_PATHS, DRAFTED, EASY, Recorder, ask, is_freed, treasure
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from langchain_safe_llm import ChatSafeLLM, EnsembleContextOverflowError, SafeLLM
+from langchain_support import CHAT_PATHS, DRAFTED, EASY, Recorder, ask, is_freed, treasure
 from safe_llm import Ensemble, errors
 from safe_llm.testing import scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level, metaspace

@@ -11,6 +11,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import PromptTemplate
+
+from langchain_safe_llm import SafeLLM
 from langchain_support import (
     COUNT,
     DRAFTED,
@@ -25,8 +27,6 @@ from langchain_support import (
     is_freed,
     treasure,
 )
-
-from langchain_safe_llm import SafeLLM
 from safe_llm import errors
 from safe_llm.testing import scripted_ensemble
 

@@ -7,6 +7,8 @@ import threading
 import time
 
 import pytest
+
+from langchain_safe_llm import ChatSafeLLM, EnsembleTimeoutError
 from langchain_support import (
     ALL_PATHS,
     COUNT,
@@ -29,8 +31,6 @@ from langchain_support import (
     treasure,
     wait_until,
 )
-
-from langchain_safe_llm import ChatSafeLLM, EnsembleTimeoutError
 from safe_llm import errors
 from safe_llm.record import point_record
 

@@ -10,6 +10,9 @@ import sys
 
 import pytest
 from langchain_core.runnables import ConfigurableField
+
+from helpers import tiny_folder
+from langchain_safe_llm import ChatSafeLLM
 from langchain_support import (
     COUNT,
     DRAFTED,
@@ -20,9 +23,6 @@ from langchain_support import (
     text_of,
     treasure,
 )
-
-from helpers import tiny_folder
-from langchain_safe_llm import ChatSafeLLM
 from safe_llm import Ensemble
 from safe_llm.testing.tokenizers import metaspace
 

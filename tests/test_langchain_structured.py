@@ -9,11 +9,11 @@ import pytest
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import StrOutputParser
-from langchain_support import ask, is_freed, treasure
 from pydantic import BaseModel, Field, RootModel
 from typing_extensions import TypedDict
 
 from langchain_safe_llm import ChatSafeLLM
+from langchain_support import ask, is_freed, treasure
 from safe_llm import Ensemble, errors
 from safe_llm.testing import scripted_ensemble
 

@@ -12,10 +12,10 @@ from langchain_classic.agents import AgentExecutor, create_react_agent
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.prompts import PromptTemplate
 from langchain_core.tools import StructuredTool, render_text_description, tool
-from langchain_support import CHAT_PATHS, Recorder, ask, is_freed, treasure
 from pydantic import BaseModel
 
 from langchain_safe_llm import ChatSafeLLM, SafeLLM
+from langchain_support import CHAT_PATHS, Recorder, ask, is_freed, treasure
 from safe_llm import errors
 from safe_llm.testing import scripted_ensemble
 

@@ -13,9 +13,9 @@ import pytest
 from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tracers.langchain import LangChainTracer
-from langchain_models import QUESTION, WORDS, AsyncChat, TinyChat, TinyLLM, expected
 from langsmith import Client, tracing_context
 
+from langchain_models import QUESTION, WORDS, AsyncChat, TinyChat, TinyLLM, expected
 from langchain_safe_llm import _tracing
 from langchain_safe_llm._tracing import MAX_BLOCKS, POINT_EVENT, PhaseTracer, aemit_point, emit_point, report_usage
 from safe_llm.events import RoundFinished, Timings

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_models_support import HIDDEN, write_tiny_gguf
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -19,6 +18,7 @@ from safe_llm.errors import ModelCorruptError, ModelError, UnsupportedModelError
 from safe_llm.models.convert import convert_gguf
 from safe_llm.models.gguf_file import CONTROL, GgufFile, read_gguf
 from safe_llm.models.gguf_tokenizer import end_token_ids
+from test_models_support import HIDDEN, write_tiny_gguf
 
 CHAT = [("<|begin|>", 3), ("<|im_end|>", 3), ("<|endoftext|>", 3), ("<tool>", 4), ("[PAD261]", 5)]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_models_support import FakePip, demo_model, write_tiny_gguf
 
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ModelAccessError, ModelCorruptError, ModelError
 from safe_llm.models import convert, download, fetch, listing, resolve, store
+from test_models_support import FakePip, demo_model, write_tiny_gguf
 
 NAME = "tiny-demo"
 

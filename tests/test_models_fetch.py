@@ -13,7 +13,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import errors as hub
-from test_models_support import write_tiny_gguf
 
 from safe_llm.config import MemberConfig
 from safe_llm.errors import (
@@ -27,6 +26,7 @@ from safe_llm.errors import (
 )
 from safe_llm.models import DEMO_MODELS, fetch_preset, list_models, remove_model, resolve, store
 from safe_llm.models.hub import is_hub_id
+from test_models_support import write_tiny_gguf
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from safe_llm.cli.eval_options import EvaluationFlags
 from safe_llm.cli.options import (
     EnsembleFlags,
     MemberFlags,
@@ -191,6 +192,47 @@ def _load_readers(spec: EnsembleSpec, *, progress: bool) -> Sequence[Any]:
         return [inspection.Reader.load(member, progress=progress) for member in spec.members]
 
 
+@app.command(cls=SectionedCommand)
+@with_flags
+def advise(
+    *,
+    member: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="A model to compare: demo name, folder, .gguf file or hub id; repeat it."),
+    ] = None,
+    data: Annotated[str, typer.Option(metavar="FILE", help="Labelled items, JSON Lines.")],
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="How the items are asked and scored. [default: as the file fits]"),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text to compare tokenizers on. [default: the items' own]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Most items, the first ones. [default: all]")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Limit of an answer. [default: the task's]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
+    placement: PlacementFlags,
+) -> int:
+    """Find out which of several models should draft, which should verify, and how.
+
+    Every model answers the labelled items alone, and every pair is compared: tokens, boundaries and agreement. The
+    recommendation says why, and what the items are too few to tell.
+    """
+    from safe_llm.cli import advising
+
+    question = advising.Question(
+        members=member or (),
+        placement=placement,
+        data=data,
+        task=task,
+        text=text,
+        limit=limit,
+        max_tokens=max_tokens,
+    )
+    return advising.advise(question, as_json=as_json, progress=not quiet)
+
+
 @models_app.command("list", cls=SectionedCommand)
 def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
@@ -237,3 +279,29 @@ def report(
     from safe_llm.cli import reporting
 
     return reporting.report(traces, html)
+
+
+@app.command("eval", cls=SectionedCommand)
+@with_flags
+def evaluate(
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TASK...|paper]",
+            help="gsm8k, math500, bbh, arc_challenge, mmlu_redux; none takes what fits the file of --data.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    members: MemberFlags,
+    placement: PlacementFlags,
+    evaluation: EvaluationFlags,
+) -> int:
+    """Find out whether the ensemble answers better than its members.
+
+    Each member alone, merging at every token, and SAFE answer the same questions in turns. Prints accuracies with 95 %
+    intervals, and writes answers/, results.json, results.md and results.png. `paper` does it with the paper's models.
+    """
+    from safe_llm.cli import evaluating
+
+    return evaluating.run(tasks or (), members, placement, evaluation)

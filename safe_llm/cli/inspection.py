@@ -12,6 +12,7 @@ from typing import Any
 from safe_llm.alignment import Alignment
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ModelCorruptError
+from safe_llm.evaluation.tokenization import Overlap, inexact_spans, overlap_of
 from safe_llm.models import resolve
 from safe_llm.prompting import Prompter, load_tokenizer
 from safe_llm.types import Message, Prompt, check_text
@@ -138,17 +139,6 @@ class Unshared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """How many different tokens (byte strings) two vocabularies share, and which part of each that is."""
-
-    first: str
-    second: str
-    num_shared: int
-    part_of_first: float
-    part_of_second: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """What `safe-llm inspect` reports.
 
@@ -189,7 +179,7 @@ def inspect_text(text: str, readers: Sequence[Reader], conversation: Prompt | No
         members=members,
         shared_boundaries=tuple(sorted(set.intersection(*boundaries))),
         unshared=tuple(_unshared(data, sorted(boundaries[0]), readers[1:])),
-        overlaps=tuple(_overlap(first, second) for first, second in itertools.combinations(readers, 2)),
+        overlaps=tuple(overlap_of(first, second) for first, second in itertools.combinations(readers, 2)),
     )
 
 
@@ -208,7 +198,7 @@ def _member_report(reader: Reader, role: str, data: bytes, conversation: Prompt 
         end_tokens=tuple(spelling.get(i, f"id {i}") for i in vocabulary.symbols.end_ids),
         notes=reader.prompter.notes,
         tokens=tokens,
-        inexact_spans=_inexact_spans(tokens, len(data)),
+        inexact_spans=inexact_spans(vocabulary, vocabulary.encode(data), len(data)),
         chat=None if conversation is None else _chat(reader, _messages(conversation), spelling),
     )
 
@@ -232,16 +222,6 @@ def readable(surface: bytes) -> str:
         return "".join(chr(b) if 0x20 <= b < 0x7F else f"<{b:02X}>" for b in surface)
 
 
-def _inexact_spans(tokens: Sequence[Token], num_bytes: int) -> tuple[tuple[int, int], ...]:
-    spans, done = [], 0
-    exact = [(token.start, token.end) for token in tokens if token.start is not None and token.end is not None]
-    for start, end in [*exact, (num_bytes, num_bytes)]:
-        if start > done:
-            spans.append((done, start))
-        done = max(done, end)
-    return tuple(spans)
-
-
 def _messages(conversation: Prompt) -> list[Message]:
     return [Message.of(message) for message in conversation if not isinstance(message, str)]
 
@@ -262,14 +242,3 @@ def _unshared(data: bytes, boundaries: Sequence[int], verifiers: Sequence[Reader
             if alignment.tokens_before(offset) is None
         ]
     return sorted(found, key=lambda item: item.byte_offset)
-
-
-def _overlap(first: Reader, second: Reader) -> Overlap:
-    shared = len(first.vocabulary.ids.keys() & second.vocabulary.ids.keys())
-    return Overlap(
-        first=first.name,
-        second=second.name,
-        num_shared=shared,
-        part_of_first=shared / len(first.vocabulary.ids),
-        part_of_second=shared / len(second.vocabulary.ids),
-    )
