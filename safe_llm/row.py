@@ -184,7 +184,7 @@ class Row:
                 index=self.index,
                 position=last.position,
                 byte_offset=last.byte_offset,
-                drafted=last.token,
+                drafted=last.token if verdict.merged.drafted is None else verdict.merged.drafted,
                 chosen=verdict.merged.chosen,
                 reason=reason,
                 probabilities=last.probabilities,

@@ -90,10 +90,20 @@ class VerifyTask:
     grammars: Sequence[Grammar] = ()
     error: GenerationError | None = None
     _scored: list[_Scored] = field(default_factory=list)
+    _drafter_memo: dict[Any, Any] = field(default_factory=dict)
 
     def candidates(self) -> list[int]:
         """Indices of the drafted tokens that passed the boundary check."""
         return [i for i, outcome in enumerate(self.blocked) if outcome is None]
+
+    def rest_of_span(self, index: int) -> tuple[bytes, bool]:
+        """Drafted text behind a candidate up to the next boundary of all, and whether that is the draft's end."""
+        if self.every_token or not self.keys[index]:
+            return b"", False
+        stop = index + 1
+        while stop < len(self.keys) and self.blocked[stop] in (Outcome.OOV_LIKE, Outcome.UNREPRESENTABLE):
+            stop += 1
+        return b"".join(self.keys[index + 1 : stop]), stop == len(self.keys)
 
     def count(self, track: Track, index: int) -> int:
         """How many of a verifier's ids come before the candidate with this index."""
@@ -107,9 +117,9 @@ class Verdict:
     """What verification decided on one row.
 
     Attributes:
-        decisions: One per drafted token up to the one that ended the walk.
+        decisions: One per drafted token up to the one that ended the walk, or that is left to the next round.
         num_accepted: Drafted tokens to keep.
-        replacement: Key to commit after them, or None if the whole draft stands. May equal the drafted token's.
+        replacement: Key to commit after them, or None if there is none. May equal what was drafted.
         merged: The ensemble operation, if there was one.
         ensemble_s: Seconds spent merging.
     """
@@ -259,6 +269,8 @@ def walk(
         started = clock()
         if outcome is None:
             point = _point(task, i, drafter, verifiers, weights)
+            if i and point.is_open and _is_greedy(task) and method.waits(point):
+                return Verdict(decisions=tuple(decisions), num_accepted=i)
             if task.sampling.temperature > 0.0:
                 outcome, chosen = _reject_or_accept(task, i, point, method)
             elif not task.every_token:
@@ -269,7 +281,8 @@ def walk(
             started = clock()
             merged = method.merge(point)
             chosen = merged.chosen
-            outcome = Outcome.CONFIRMED if chosen == key else Outcome.REPLACED
+            drafted = key if merged.drafted is None else merged.drafted
+            outcome = Outcome.CONFIRMED if chosen == drafted else Outcome.REPLACED
         decided = outcome or Outcome.DRAFTED
         ensemble_s = clock() - started if decided.is_ensembled else 0.0
         decisions.append(_decision(task, i, decided, point, drafter))
@@ -299,6 +312,10 @@ def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | Non
     )
 
 
+def _is_greedy(task: VerifyTask) -> bool:
+    return task.sampling.temperature == 0.0 and not task.every_token
+
+
 def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) -> MemberView:
     scores, position = task.draft.scores[index]
     return MemberView(
@@ -309,6 +326,9 @@ def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) 
         weight=weight,
         own=task.draft.ids[index],
         own_is_best=True,
+        following=task.draft.ids[index:],
+        path=task.draft.scores[index:],
+        memo=task._drafter_memo,
     )
 
 
@@ -331,11 +351,13 @@ def _point(
                 own=own,
                 own_is_best=own is not None and own == int(scored.scores.top1()[0][position]),
                 following=track.alignment.ids[count:],
+                path=[(scored.scores, position + k) for k in range(len(track.alignment.ids) - count + 1)],
                 after=_asker(verifier, track, count),
                 memo=scored.memo,
             )
         )
-    return Point(views=tuple(views), drafted=task.keys[index])
+    rest, is_open = task.rest_of_span(index)
+    return Point(views=tuple(views), drafted=task.keys[index], rest=rest, is_open=is_open)
 
 
 def _asker(verifier: Member, track: Track, count: int) -> Callable[[Sequence[int]], Scores]:

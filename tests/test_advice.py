@@ -101,6 +101,7 @@ def test_watching_decides_as_the_method_that_it_watches():
         for point in (sure, torn):
             assert watching.consensus(point, 0.5) == method.consensus(point, 0.5)
             assert watching.keeps_drafter(point) == method.keeps_drafter(point)
+            assert watching.waits(point) == method.waits(point)
             assert watching.distribution(point, 1.0) == method.distribution(point, 1.0)
     assert Watching(method=UniTE()).merge(torn).chosen == b"a"
     assert Watching(method=UniTE()).merge(torn).candidates[0].token == UniTE().merge(torn).chosen == b"b"

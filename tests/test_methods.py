@@ -15,6 +15,7 @@ from safe_llm.config import EnsembleConfig
 from safe_llm.events import Outcome
 from safe_llm.methods import GaC, PrefixMass, UniTE, make_method
 from safe_llm.methods.base import END, MemberView, Point
+from safe_llm.methods.prefix_mass import _longest_prefixes
 from safe_llm.methods.sharpening import sharpen
 from safe_llm.testing import MethodConformance, Opinion, point_of
 from safe_llm.testing.tokenizers import byte_level, characters
@@ -261,14 +262,15 @@ def enumerated_mass(chain: Chain, ids: tuple[int, ...], text: bytes) -> float:
 
 
 def view_on(chain: Chain, own: list[int], *, exact: bool) -> MemberView:
-    prefixes = [tuple(own[:n]) for n in range(len(own) + 1)]
+    scores = chain.scores(*(tuple(own[:n]) for n in range(len(own) + 1)))
     return MemberView(
         name="v",
         vocabulary=TOY,
-        scores=chain.scores(*prefixes),
+        scores=scores,
         position=0,
         weight=0.5,
         following=own,
+        path=[(scores, n) for n in range(len(own) + 1)],
         after=(lambda ids: chain.scores(tuple(ids))) if exact else None,
     )
 
@@ -308,6 +310,24 @@ def test_prefix_mass_of_ends_and_of_the_same_tokenizer_is_the_plain_probability(
     assert np.isclose(PrefixMass().mass(same, view, b"ab"), probs[TOY.ids[b"ab"]], atol=1e-6)
 
 
+def view_of(vocabulary: Vocabulary, own: list[bytes], *probs: dict[bytes, float], weight: float = 0.5) -> MemberView:
+    """A member whose tokens of the draft are `own`, with its distributions before each of them (and after them)."""
+    first, *rest = (point_of([Opinion(vocabulary=vocabulary, probs=p)]).drafter.scores.dense([0]) for p in probs)
+    scores = DenseScores(torch.cat([first, *rest]), SymbolColumns.of(vocabulary.symbols, "cpu"))
+    ids = [vocabulary.ids[key] for key in own]
+    return MemberView(
+        name="m",
+        vocabulary=vocabulary,
+        scores=scores,
+        position=0,
+        weight=weight,
+        own=ids[0],
+        own_is_best=int(scores.top1()[0][0]) == ids[0],
+        following=ids,
+        path=[(scores, n) for n in range(len(probs))],
+    )
+
+
 def test_prefix_mass_repairs_the_first_piece_fallacy():
     # H1 of docs/concepts.md: a verifier that merely expects a space agrees with every number under C1, not under C1'
     drafter, verifier = Vocabulary(characters([" 49", " 52"])), Vocabulary(characters([]))
@@ -315,36 +335,96 @@ def test_prefix_mass_repairs_the_first_piece_fallacy():
     point = point_of([Opinion(vocabulary=drafter, probs={b" 49": 0.45, b" 52": 0.4}), space])
     assert UniTE().consensus(point, 0.5) is Outcome.C1
     # after the space (on the verifier's own path) it wants a 5
-    after = point_of([Opinion(vocabulary=verifier, probs={b"5": 0.9})]).drafter.scores.dense([0])
-    after_5 = point_of([Opinion(vocabulary=verifier, probs={b"2": 0.9})]).drafter.scores.dense([0])
-    here = point.verifiers[0].scores.dense([0])
-    columns = SymbolColumns.of(verifier.symbols, "cpu")
-    view = MemberView(
-        name="v",
-        vocabulary=verifier,
-        scores=DenseScores(torch.cat([here, after, after_5]), columns),
-        position=0,
-        weight=0.5,
-        own=verifier.ids[b" "],
-        own_is_best=True,
-        following=[verifier.ids[b" "], verifier.ids[b"5"]],
-    )
+    view = view_of(verifier, [b" ", b"5"], {b" ": 0.95}, {b"5": 0.9}, {b"2": 0.9})
     repaired = Point(views=(point.drafter, view), drafted=b" 49")
     assert PrefixMass().consensus(repaired, 0.5) is None
     assert PrefixMass().merge(repaired).chosen == b" 52"
 
 
-def test_prefix_mass_keeps_the_drafter_on_its_own_tokens():
+def test_prefix_mass_keeps_the_drafter_on_its_own_tokens_where_it_has_some():
     drafter, verifier = Vocabulary(characters([" 49"])), Vocabulary(characters([]))
-    point = point_of(
-        [
-            Opinion(vocabulary=drafter, probs={b"x": 0.4, b" 49": 0.3}),
-            Opinion(vocabulary=verifier, probs={b" ": 0.95}),
-        ]
-    )
-    keys = PrefixMass(top_k=1)._candidates(point)
+    opinions = [
+        Opinion(vocabulary=drafter, probs={b"x": 0.4, b" 49": 0.3}),
+        Opinion(vocabulary=verifier, probs={b" ": 0.95}),
+    ]
+    point = point_of(opinions)
+    assert PrefixMass(top_k=1).merge(point).chosen == b" 49"
+    keys = PrefixMass(top_k=1).distribution(point, 1.0)
     assert b" 49" in keys
     assert all(key == END or key in drafter.ids for key in keys)
+
+
+DIGITS = Vocabulary(characters([]))
+NUMBERS = Vocabulary(characters([" 49", " 52"]))
+
+
+def number_point(*, drafter_sure: float, verifier: dict[bytes, float], is_open: bool = False) -> Point:
+    """The drafter writes " 49" digit by digit, the verifier has it as one token."""
+    first = view_of(DIGITS, [b" ", b"4", b"9"], {b" ": 0.99}, {b"4": drafter_sure, b"5": 0.3}, {b"9": 0.9})
+    second = view_of(NUMBERS, [b" 49"], verifier, {b".": 0.9})
+    return Point(views=(first, second), drafted=b" ", rest=b"49", is_open=is_open)
+
+
+def test_prefix_mass_judges_the_span_where_the_drafter_cuts_finer():
+    # the mirror image of H1: nobody is asked about the digits, since the verifier's token spans them
+    doubted = number_point(drafter_sure=0.6, verifier={b" 52": 0.8, b" 49": 0.1})
+    assert PrefixMass().consensus(doubted, 0.5) is None
+    merged = PrefixMass().merge(doubted)
+    assert (merged.chosen, merged.drafted) == (b" 52", b" 49")
+    believed = number_point(drafter_sure=0.6, verifier={b" 52": 0.1, b" 49": 0.8})
+    assert PrefixMass().consensus(believed, 0.5) is Outcome.C1
+    assert PrefixMass().merge(believed).chosen == b" 49"
+    sure = number_point(drafter_sure=0.99, verifier={b" 52": 0.5, b" 49": 0.4})
+    assert PrefixMass().consensus(sure, 0.5) is Outcome.C2
+
+
+def test_prefix_mass_lets_the_draft_win_that_no_verifier_names():
+    point = number_point(drafter_sure=0.95, verifier={b" 52": 0.5, b" 49": 0.4})
+    assert PrefixMass(verifier_top_k=1).merge(point).chosen == b" 49"
+
+
+def test_prefix_mass_of_one_tokenizer_takes_tokens_as_they_are():
+    vocabulary = Vocabulary(characters(["ab"]))
+    opinion = Opinion(vocabulary=vocabulary, probs={b"a": 0.4, b"ab": 0.3, b"b": 0.2})
+    merged = PrefixMass().merge(point_of([opinion, opinion]))
+    assert merged.chosen == b"a"
+    assert np.isclose(merged.candidates[0].probability, 0.4, atol=1e-3)
+
+
+def test_mass_of_a_candidate_goes_from_its_longest_prefix():
+    assert _longest_prefixes([b"a", END, b"abc", b"ab", b"b"]) == [(2, 3), (3, 0)]
+
+
+def test_prefix_mass_of_candidates_excludes_longer_ones():
+    doubted = number_point(drafter_sure=0.6, verifier={b" 52": 0.8, b" 49": 0.1})
+    found = {c.token: c for c in PrefixMass().merge(doubted).candidates}
+    verifier = {token: c.probabilities["m"] for token, c in found.items()}  # both are called m; the last one stays
+    assert np.isclose(verifier[b" 52"], 0.8, atol=1e-3)
+    assert np.isclose(verifier[b" 49"], 0.1, atol=1e-3)
+    assert verifier.get(b" ", 0.0) < 0.1  # nearly all that begins with a space goes on with a number
+
+
+def test_prefix_mass_of_a_drafter_follows_its_own_draft():
+    point = number_point(drafter_sure=0.6, verifier={b" 52": 0.8})
+    own = PrefixMass().mass(point, point.drafter, b" 49")
+    assert np.isclose(own, 0.99 * 0.6 * 0.9, atol=1e-3)
+    unknown = PrefixMass().mass(point, point.drafter, b" 52")  # what follows the 5 is not known: at most 1
+    assert np.isclose(unknown, 0.99 * 0.3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("here", "waits"),
+    [({b" 49": 0.6, b" ": 0.3}, True), ({b" 49": 0.1, b" ": 0.8}, False)],
+)
+def test_prefix_mass_waits_where_a_verifier_expects_a_longer_token(here, waits):
+    first = view_of(DIGITS, [b" "], {b" ": 0.9})
+    second = view_of(NUMBERS, [b" "], here, {b"4": 0.9})
+    point = Point(views=(first, second), drafted=b" ", is_open=True)
+    assert PrefixMass().waits(point) is waits
+    same = view_of(NUMBERS, [b" "], here, {b"4": 0.9})
+    assert not PrefixMass().waits(Point(views=(same, same), drafted=b" ", is_open=True))  # the same boundaries
+    assert not UniTE().waits(point)
+    assert not GaC().waits(point)
 
 
 def test_sorted_ranges_cover_each_prefix_once():

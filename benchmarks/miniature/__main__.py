@@ -64,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "answer", "table", "all"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=1000, help="training steps per model")
+    parser.add_argument("--steps", type=int, default=1200, help="training steps per model")
     parser.add_argument("--folder", type=Path, default=HERE / "models", help="where the weights are")
     parser.add_argument("--processes", type=int, default=1, help="models trained at a time, one core each")
     parser.add_argument("--again", action="store_true", help="answer anew what was answered before")

@@ -74,7 +74,7 @@ CHAT_TEMPLATE = "{% for m in messages %}Question: {{ m['content'] }}\nAnswer:{% 
 
 def _add(r: random.Random, a: str, b: str, o: str) -> tuple[str, str, int]:
     x, y = r.randint(5, 30), r.randint(3, 20)
-    z = r.randint(2, x + y - 2)
+    z = r.randint(2, min(12, x + y - 2))
     return (
         f"{a} has {x} {o}. {b} gives {a} {y} more {o} and then {a} loses {z} of them. How many {o} does {a} have now?",
         f"{a} starts with {x} {o}. After {b} gives {y} more, {a} has {x} + {y} = {x + y} {o}. "

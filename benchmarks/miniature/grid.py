@@ -40,6 +40,9 @@ class NoConsensus:
     def keeps_drafter(self, point: Point) -> bool:
         return False
 
+    def waits(self, point: Point) -> bool:
+        return self.inner.waits(point)
+
     def merge(self, point: Point) -> Merged:
         return self.inner.merge(point)
 
@@ -68,6 +71,9 @@ class NoBoundaries:
     def keeps_drafter(self, point: Point) -> bool:
         views = (point.drafter, *(_voting(view, point.drafted) for view in point.verifiers))
         return self.inner.consensus(Point(views=views, drafted=point.drafted), self.threshold) is not None
+
+    def waits(self, point: Point) -> bool:
+        return self.inner.waits(point)
 
     def merge(self, point: Point) -> Merged:
         return self.inner.merge(point)

@@ -37,6 +37,10 @@ class Watching:
         """Keep the drafter's token where the watched method does."""
         return self.method.keeps_drafter(point)
 
+    def waits(self, point: Point) -> bool:
+        """Wait where the watched method does."""
+        return self.method.waits(point)
+
     def merge(self, point: Point) -> Merged:
         """Merge, put the winner first among the candidates, and choose the drafted token."""
         merged = self.method.merge(point)

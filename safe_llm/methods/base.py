@@ -31,8 +31,8 @@ class MemberView:
         own: The member's own token that starts here in its tokenization of the draft; for the drafter the drafted
             token. None where nothing is drafted (mode `every-token`).
         own_is_best: Whether `own` is the member's argmax.
-        following: The member's own tokens from here on; what comes after the k-th (from 0) is scored at
-            `position + k + 1`.
+        following: The member's own tokens of the draft from here on; for the drafter the drafted ones.
+        path: Where each of `following` is scored (scores and position), and after them what comes next, if known.
         after: Scores (one position) had the given ids followed here, at the cost of a forward pass; None where that
             cannot be asked.
         memo: Scratch space for a method, shared by all views of this member in one round.
@@ -46,6 +46,7 @@ class MemberView:
     own: int | None = None
     own_is_best: bool = False
     following: Sequence[int] = ()
+    path: Sequence[tuple[Scores, int]] = ()
     after: Callable[[Sequence[int]], Scores] | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
@@ -91,10 +92,19 @@ class Point:
     Attributes:
         views: The members, the drafter first.
         drafted: Key of the drafted token.
+        rest: Drafted text behind it, up to the next token boundary of all members; empty where its own end is one.
+        is_open: That boundary is the draft's end, where more text may change how the verifiers cut it.
     """
 
     views: tuple[MemberView, ...]
     drafted: bytes
+    rest: bytes = b""
+    is_open: bool = False
+
+    @property
+    def span(self) -> bytes:
+        """Drafted text from this boundary of all members to the next one; empty for END."""
+        return self.drafted + self.rest
 
     @property
     def drafter(self) -> MemberView:
@@ -120,10 +130,12 @@ class Merged:
     Attributes:
         chosen: Key of the winner.
         candidates: The best of the union, best first, at most five.
+        drafted: The drafted text that `chosen` competed with; None where that is the drafted token.
     """
 
     chosen: bytes
     candidates: tuple[Candidate, ...]
+    drafted: bytes | None = None
 
 
 class Method(Protocol):
@@ -144,6 +156,10 @@ class Method(Protocol):
 
     def keeps_drafter(self, point: Point) -> bool:
         """Whether the method's own gate keeps the drafter's token, also at every token (GaC)."""
+        ...
+
+    def waits(self, point: Point) -> bool:
+        """Whether to leave an open point to the next round, when more is drafted. Greedy decoding."""
         ...
 
     def merge(self, point: Point) -> Merged:

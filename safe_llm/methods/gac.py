@@ -47,6 +47,10 @@ class GaC:
         """GaC's gate: no ensemble where the drafter gives its token 1/2 or more."""
         return point.drafter.own_probability >= 0.5
 
+    def waits(self, point: Point) -> bool:  # noqa: ARG002 - tokens are compared, not what they are pieces of
+        """Nothing is left for later."""
+        return False
+
     def merge(self, point: Point) -> Merged:
         """Mean of the scattered softmaxes, sharpened, argmax."""
         keys, members = self._scattered(point, 1.0)

@@ -1,17 +1,17 @@
-"""Prefix mass: every verifier is asked for the probability of the *string*, over its own tokenizations.
+"""Prefix mass: every member is asked for the probability of a *string*, over its own tokenizations.
 
-    pi_v(s | x) =   sum of P_v(u | x) over tokens u that start with s
-                  + sum of P_v(u | x) * pi_v(s without u | x u) over tokens u that are proper prefixes of s
+    pi_m(s | x) =   sum of P_m(u | x) over tokens u that start with s
+                  + sum of P_m(u | x) * pi_m(s without u | x u) over tokens u that are proper prefixes of s
 
-The published rules compare the first piece of a verifier's tokenization with the drafter's token, which goes wrong
-where the tokenizers cut words or numbers differently. This method is this project's own; docs/concepts.md gives the
-argument.
+The published rules compare single tokens, which goes wrong where tokenizers cut words or numbers differently. Here the
+string in question is a *span*: the drafted text from one token boundary of all members to the next. This method is
+this project's own; docs/concepts.md gives the argument, docs/miniature.md the evidence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,10 +28,12 @@ __all__ = ["PrefixMass"]
 class PrefixMass:
     """Consensus and choice by the mass of strings.
 
+    Where all members share one tokenizer, a string's mass is its token's plain probability.
+
     Attributes:
         top_k: The drafter's tokens among the candidates.
         verifier_top_k: For each of this many best tokens of a verifier, the drafter's likeliest token that starts
-            with it is a candidate too.
+            with it is a candidate too, or the token's own text where the drafter has none.
         exact: Ask a verifier about continuations that are not on its tokenization of the draft, one forward pass
             each, instead of bounding them by 1.
     """
@@ -46,11 +48,11 @@ class PrefixMass:
         return True
 
     def consensus(self, point: Point, threshold: float) -> Outcome | None:
-        """C1': every verifier gives the drafted string over 1/2. C2': the weighted mean is over `threshold`."""
-        masses = [self.mass(point, view, point.drafted) for view in point.verifiers]
+        """C1': every verifier gives the drafted span over 1/2. C2': the weighted mean is over `threshold`."""
+        masses = [self.mass(point, view, point.span) for view in point.verifiers]
         if all(mass > 0.5 for mass in masses):
             return Outcome.C1
-        mean = point.drafter.weight * point.drafter.own_probability
+        mean = point.drafter.weight * self.mass(point, point.drafter, point.span)
         mean += sum(view.weight * mass for view, mass in zip(point.verifiers, masses, strict=True))
         return Outcome.C2 if mean > threshold else None
 
@@ -58,15 +60,22 @@ class PrefixMass:
         """There is no gate."""
         return False
 
+    def waits(self, point: Point) -> bool:
+        """Whether a verifier would rather have a longer token at the end of the draft than the one it has there.
+
+        Then that end will hardly stay a boundary, and what stands before it is better judged as a whole.
+        """
+        return any(_would_go_on(view) for view in point.verifiers if not _shares_tokenizer(point, view))
+
     def merge(self, point: Point) -> Merged:
-        """Argmax of w_D P_D(c) + sum of w_v pi_v(c) over the candidates; all of them are tokens of the drafter."""
-        keys, members = self._masses(point)
+        """Argmax over the candidates of the weighted mean of exclusive masses."""
+        keys, members = self._masses(point, [*self._tokens(point), *self._spans(point), END])
         weights = np.array([view.weight for view in point.views])
-        return best(point, keys, weights @ members, members)
+        return replace(best(point, keys, weights @ members, members), drafted=point.span)
 
     def distribution(self, point: Point, temperature: float) -> Mapping[bytes, float]:
-        """The candidates' scores, tempered and normalized: masses of strings overlap, so they do not sum to 1."""
-        keys, members = self._masses(point)
+        """The weighted mean of exclusive masses of the drafter's tokens, tempered and normalized."""
+        keys, members = self._masses(point, [*self._tokens(point), END])
         weights = np.array([view.weight for view in point.views])
         with np.errstate(divide="ignore"):
             return dict(zip(keys, softmax(np.log(weights @ members), temperature).tolist(), strict=True))
@@ -74,16 +83,14 @@ class PrefixMass:
     # ------------------------------------------------------------------ masses
 
     def mass(self, point: Point, view: MemberView, text: bytes) -> float:
-        """Return pi_v(text): the probability that the verifier's continuation begins with these bytes.
-
-        A verifier with the drafter's own tokenizer gives its plain token probability.
-        """
-        if text == END or _shares_tokenizer(point, view):
+        """Return pi(text): the probability that the member's continuation begins with these bytes."""
+        if text == END or _has_one_tokenizer(point):
             token_id = view.id_of(text)
             if token_id is None:
                 return 0.0
             return float(np.exp(view.scores.log_probs([view.position], [token_id])[0]))
-        return min(1.0, self._string_mass(view, text, _Place(view.scores, view.position, (), view.following)))
+        path = tuple(view.path) or ((view.scores, view.position),)
+        return min(1.0, self._string_mass(view, text, _Place(path, (), view.following)))
 
     def _string_mass(self, view: MemberView, text: bytes, place: _Place) -> float:
         vocabulary = view.vocabulary
@@ -101,48 +108,57 @@ class PrefixMass:
         return total
 
     def _follow(self, view: MemberView, piece: bytes, place: _Place) -> _Place | None:
-        """Where the verifier stands after one more token with these bytes, if its scores there are known."""
-        if place.path and view.vocabulary.surface(place.path[0]) == piece:
-            return _Place(view.scores, place.position + 1, (*place.ids, place.path[0]), place.path[1:])
+        """Where the member stands after one more token with these bytes, if its scores there are known."""
+        if len(place.path) > 1 and place.rest and view.vocabulary.surface(place.rest[0]) == piece:
+            return _Place(place.path[1:], (*place.ids, place.rest[0]), place.rest[1:])
         if not self.exact or view.after is None:
             return None
         ids = (*place.ids, view.vocabulary.ids[piece])
         key = ("after", ids, view.position)
         if key not in view.memo:
             view.memo[key] = view.after(ids)
-        return _Place(view.memo[key], 0, ids, ())
+        return _Place(((view.memo[key], 0),), ids, ())
 
     # ------------------------------------------------------------------ candidates
 
-    def _masses(self, point: Point) -> tuple[list[bytes], FloatArray]:
-        """Return the candidates [U] and each member's probability of them [M, U]."""
-        keys = self._candidates(point)
-        drafter = point.drafter
-        ids = [token_id for key in keys if (token_id := drafter.id_of(key)) is not None]
-        rows = [np.exp(drafter.scores.log_probs([drafter.position] * len(ids), ids))]
-        rows += [np.array([self.mass(point, view, key) for key in keys]) for view in point.verifiers]
-        return keys, np.stack(rows)
+    def _masses(self, point: Point, candidates: Sequence[bytes]) -> tuple[list[bytes], FloatArray]:
+        """Return the candidates [U] that the drafter can write, and each member's exclusive mass of them [M, U].
 
-    def _candidates(self, point: Point) -> list[bytes]:
+        A candidate's mass includes that of every longer one which starts with it, so short ones would always win. The
+        exclusive mass is what is left of it without them: the candidates are then events that exclude each other.
+        """
+        keys = [key for key in dict.fromkeys(candidates) if point.spellable(key)]
+        members = np.array([[self.mass(point, view, key) for key in keys] for view in point.views])
+        if not _has_one_tokenizer(point):  # there, tokens exclude each other as they are
+            for child, parent in _longest_prefixes(keys):
+                members[:, parent] -= members[:, child]
+            # bounds by 1 may leave less than nothing
+            members = np.maximum(members, 0.0)
+        return keys, members
+
+    def _tokens(self, point: Point) -> list[bytes]:
+        """The drafter's best tokens, and for a verifier's best the drafter's likeliest that start with them."""
         drafter = point.drafter
-        keys = dict.fromkeys(drafter.top(self.top_k)[0])
-        for view in point.verifiers:
-            for token in view.top(self.verifier_top_k)[0]:
-                likeliest = END if token == END else _likeliest_with_prefix(drafter, token)
-                if likeliest is not None:
-                    keys.setdefault(likeliest)
-        keys.setdefault(END)
-        return [key for key in keys if drafter.id_of(key) is not None]
+        wanted = (token for view in point.verifiers for token in view.top(self.verifier_top_k)[0] if token != END)
+        likeliest = (_likeliest_with_prefix(drafter, token) for token in wanted)
+        return [*drafter.top(self.top_k)[0], *(token for token in likeliest if token is not None)]
+
+    def _spans(self, point: Point) -> list[bytes]:
+        """What stands for several tokens of the drafter: the draft, and verifiers' tokens that it has to spell."""
+        tokens = (token for view in point.verifiers for token in view.top(self.verifier_top_k)[0] if token != END)
+        return [point.span, *(token for token in tokens if _likeliest_with_prefix(point.drafter, token) is None)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a verifier stands: scores, the ids since the point, and what is left of its own tokens of the draft."""
+    """Where a member stands: what is known from there on, the ids since the point, the rest of its tokens of the draft.
 
-    scores: Scores
-    position: int
+    `path` begins with the scores of what comes next.
+    """
+
+    path: Sequence[tuple[Scores, int]]
     ids: tuple[int, ...]
-    path: Sequence[int]
+    rest: Sequence[int]
 
 
 def _shares_tokenizer(point: Point, view: MemberView) -> bool:
@@ -152,15 +168,43 @@ def _shares_tokenizer(point: Point, view: MemberView) -> bool:
     return bool(known)
 
 
+def _has_one_tokenizer(point: Point) -> bool:
+    return all(_shares_tokenizer(point, view) for view in point.verifiers)
+
+
+def _would_go_on(view: MemberView) -> bool:
+    """Whether the member gives tokens that extend the last one of its draft more mass than that one."""
+    surface = view.vocabulary.surface(view.following[-1]) if view.following else END
+    if surface == END:
+        return False
+    cumulative = _cumulative(view, _Place(view.path[len(view.following) - 1 :], (), ()))
+    low, high = view.vocabulary.prefix_range(surface)
+    first, last = view.vocabulary.exact_range(surface)
+    return bool(cumulative[high] - cumulative[low] > 2 * (cumulative[last] - cumulative[first]))
+
+
+def _longest_prefixes(keys: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Indices of each key that has proper prefixes among the keys, and of the longest of these."""
+    found = []
+    for child, key in enumerate(keys):
+        prefixes = [
+            i for i, other in enumerate(keys) if other != END and len(other) < len(key) and key.startswith(other)
+        ]
+        if prefixes:
+            found.append((child, max(prefixes, key=lambda i: len(keys[i]))))
+    return found
+
+
 def _cumulative(view: MemberView, place: _Place) -> FloatArray:
     """Cumulative probability over the byte-sorted vocabulary [S + 1], float64: a range's mass is one difference."""
-    key = ("cumulative", id(place.scores), place.position)
+    scores, position = place.path[0]
+    key = ("cumulative", id(scores), position)
     if key not in view.memo:
-        logits = place.scores.dense([place.position])[0]
+        logits = scores.dense([position])[0]
         order = torch.from_numpy(view.vocabulary.sorted_ids).to(logits.device)
         sums = torch.softmax(logits.double(), dim=-1)[order].cumsum(0)
         # the scores are kept with the sums, so that their id() cannot be reused meanwhile
-        view.memo[key] = place.scores, np.concatenate([[0.0], sums.cpu().numpy()])
+        view.memo[key] = scores, np.concatenate([[0.0], sums.cpu().numpy()])
     sums_of: FloatArray = view.memo[key][1]
     return sums_of
 

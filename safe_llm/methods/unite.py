@@ -43,6 +43,10 @@ class UniTE:
         """UniTE has no gate."""
         return False
 
+    def waits(self, point: Point) -> bool:  # noqa: ARG002 - tokens are compared, not what they are pieces of
+        """Nothing is left for later."""
+        return False
+
     def merge(self, point: Point) -> Merged:
         """Mean of the members' softmaxes over the union, sharpened, argmax."""
         keys, logits, drafter_top = self._union(point)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -92,6 +92,12 @@ class MethodConformance:
         first, second = self._vocabularies()
         point = point_of([Opinion(vocabulary=v, probs={b"a": 0.9}) for v in (first, second)])
         assert self.make_method().consensus(point, 0.5) in (Outcome.C1, Outcome.C2)
+
+    def test_members_with_one_tokenizer_never_wait(self) -> None:
+        """A boundary of one is a boundary of all: more text cannot change it."""
+        vocabulary = Vocabulary(byte_level())
+        opinion = Opinion(vocabulary=vocabulary, probs={b"a": 0.4})
+        assert not self.make_method().waits(replace(point_of([opinion, opinion]), is_open=True))
 
     def test_members_that_disagree_have_no_consensus(self) -> None:
         """Neither C1 nor C2 may hold where each member prefers another token, weakly."""
