@@ -151,6 +151,8 @@ def test_reasons_name_the_numbers_that_decided(trace):
         ({"mode": "every-token"}, {}, Outcome.CONFIRMED, "the drafted token all the same"),
         ({"method": "gac", "mode": "every-token"}, {}, Outcome.GATE, "GaC then keeps it"),
         ({"method": "prefix-mass"}, {}, Outcome.C1, "however it cuts it"),
+        ({"method": "prefix-mass"}, {}, Outcome.OOV_LIKE, "judged as a part of the text before it"),
+        ({}, {}, Outcome.OOV_LIKE, "which therefore has no say here"),
         ({}, {"temperature": 0.7, "seed": 3}, Outcome.SAMPLED, "at temperature 0.7"),
         ({}, {"temperature": 0.7, "seed": 3}, Outcome.REPLACED, "rejected the drafted token"),
         ({}, {}, Outcome.C1, "is its favourite"),

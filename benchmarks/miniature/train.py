@@ -45,7 +45,7 @@ RECIPES = {
 
 
 def make_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """Train the tokenizer; the same for every seed."""
+    """Train the tokenizer, on the same texts for every seed (ties may fall differently)."""
     texts = [drawn.text for drawn in itertools.islice(stream(7, [1.0] * len(KINDS)), 4000)]
     digits = pre_tokenizers.Digits(individual_digits=True)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -132,6 +132,7 @@ def reason(
     if point is not None:
         return _why_ensembled(decision, point, header)
     uses_mass = header.config.get("method") == "prefix-mass"
+    judges_spans = uses_mass and not request.sampling.get("temperature")
     threshold = header.config.get("consensus_threshold")
     match decision.outcome:
         case Outcome.C1 if uses_mass:
@@ -149,7 +150,10 @@ def reason(
             return f"Drawn by the drafter at temperature {heat}, and accepted by the test against the ensemble."
         case Outcome.OOV_LIKE:
             who = f" ({', '.join(inside)})" if inside else ""
-            return f"The text before it ends inside a token of a verifier{who}, which therefore has no say here."
+            judged = (
+                "it was judged as a part of the text before it" if judges_spans else "which therefore has no say here"
+            )
+            return f"The text before it ends inside a token of a verifier{who}, {judged}."
         case Outcome.UNREPRESENTABLE:
             return "A verifier's tokenizer cannot spell the text here exactly, so it abstains."
         case Outcome.FORCED:
