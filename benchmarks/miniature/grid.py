@@ -12,7 +12,7 @@ from typing import Any
 
 from safe_llm.config import EnsembleConfig
 from safe_llm.events import Outcome
-from safe_llm.methods import MemberView, Merged, Method, Point, PrefixMass, make_method
+from safe_llm.methods import MemberView, Merged, Method, Point, make_method
 
 REGIMES = {"alike": "d", "differently": "a"}  # regime -> the member good at sums
 METHODS: dict[str, dict[str, Any]] = {
@@ -108,7 +108,6 @@ class Contender:
         label: The row of the table.
         options: Fields of `EnsembleConfig`.
         without: The check that is taken away: "boundaries", "consensus" or "".
-        exact: Prefix mass with extra passes instead of the bound.
     """
 
     regime: str
@@ -116,7 +115,6 @@ class Contender:
     label: str
     options: dict[str, Any] = field(default_factory=dict)
     without: str = ""
-    exact: bool = False
 
     @property
     def key(self) -> str:
@@ -129,8 +127,6 @@ class Contender:
 
     def method(self) -> Method | None:
         """Its method, if it is not the configuration's own."""
-        if self.exact:
-            return PrefixMass(exact=True)
         inner = make_method(self.config())
         if self.without == "consensus":
             return NoConsensus(inner)
