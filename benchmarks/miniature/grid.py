@@ -107,7 +107,7 @@ class Contender:
         members: Names, the drafter first.
         label: The row of the table.
         options: Fields of `EnsembleConfig`.
-        without: The check that is taken away: "boundaries", "consensus" or "".
+        without: The check that is taken away: "boundary", "consensus" or "".
     """
 
     regime: str
@@ -130,7 +130,7 @@ class Contender:
         inner = make_method(self.config())
         if self.without == "consensus":
             return NoConsensus(inner)
-        return NoBoundaries(inner) if self.without == "boundaries" else None
+        return NoBoundaries(inner) if self.without == "boundary" else None
 
 
 def contenders() -> Iterator[Contender]:
@@ -138,38 +138,49 @@ def contenders() -> Iterator[Contender]:
     for regime, first in REGIMES.items():
         for name in (first, "b", "c"):
             yield Contender(regime=regime, members=name, label="alone", options={"mode": "drafter"})
-        for members in (f"{first}b", f"b{first}", f"{first}bc", f"b{first}c", f"c{first}b"):
-            yield from _of(regime, members)
-
-
-def _of(regime: str, members: str) -> Iterator[Contender]:
-    every = {"mode": "every-token"}
-    prefix = METHODS["UniTE, prefix"]
-    for label in ("UniTE, prefix", "GaC", "prefix mass"):
-        yield Contender(regime=regime, members=members, label=f"every token, {label}", options=every | METHODS[label])
-    for label, options in METHODS.items():
-        yield Contender(regime=regime, members=members, label=f"SAFE, {label}", options=options)
-    for label, inner in (("UniTE, prefix", prefix), ("prefix mass", METHODS["prefix mass"])):
-        yield Contender(
-            regime=regime,
-            members=members,
-            label=f"SAFE, {label}, no boundary check",
-            options=every | inner,
-            without="boundaries",
-        )
-        yield Contender(
-            regime=regime,
-            members=members,
-            label=f"SAFE, {label}, no consensus check",
-            options=inner,
-            without="consensus",
-        )
-    if members[0] in "ad" and len(members) == 2:
-        for label in ("UniTE, prefix", "prefix mass"):
-            for lookahead in (3, 8, 16):
+        for members in (f"{first}b", f"b{first}", f"{first}bc"):
+            yield from _all_of(regime, members)
+        for members in (f"b{first}c", f"c{first}b"):
+            yield from _some_of(regime, members)
+        for lookahead in (3, 8, 16):
+            for label in ("UniTE, prefix", "prefix mass"):
+                options = METHODS[label] | {"lookahead": lookahead}
                 yield Contender(
                     regime=regime,
-                    members=members,
+                    members=f"{first}b",
                     label=f"SAFE, {label}, lookahead {lookahead}",
-                    options=METHODS[label] | {"lookahead": lookahead},
+                    options=options,
                 )
+
+
+def _all_of(regime: str, members: str) -> Iterator[Contender]:
+    """Every method, and two of them without each check."""
+    for label in ("UniTE, prefix", "GaC"):
+        yield _every_token(regime, members, label)
+    for label in METHODS:
+        yield _safe(regime, members, label)
+    for label in ("UniTE, prefix", "prefix mass"):
+        every = {"mode": "every-token"}
+        for check, options in (("boundary", every), ("consensus", {})):
+            yield Contender(
+                regime=regime,
+                members=members,
+                label=f"SAFE, {label}, no {check} check",
+                options=METHODS[label] | options,
+                without=check,
+            )
+
+
+def _some_of(regime: str, members: str) -> Iterator[Contender]:
+    yield _every_token(regime, members, "UniTE, prefix")
+    for label in ("UniTE, prefix", "UniTE, geometric", "prefix mass"):
+        yield _safe(regime, members, label)
+
+
+def _safe(regime: str, members: str, label: str) -> Contender:
+    return Contender(regime=regime, members=members, label=f"SAFE, {label}", options=METHODS[label])
+
+
+def _every_token(regime: str, members: str, label: str) -> Contender:
+    options = METHODS[label] | {"mode": "every-token"}
+    return Contender(regime=regime, members=members, label=f"every token, {label}", options=options)
