@@ -268,7 +268,9 @@ def shown(advice: Advice, spec: EnsembleSpec) -> str:
 
 def test_view_shows_every_number_and_the_recommendation():
     scripts = (RIGHT, RIGHT, WRONG)
-    advice = advise(members(*scripts, kinds=(byte_level, metaspace, wordpiece)), ITEMS, TASK, text="NO No 12 " * 5)
+    advice = advise(
+        members(*scripts, kinds=(byte_level, metaspace, wordpiece)), ITEMS, TASK, text="NO No 12 " * 5, max_tokens=48
+    )
     spec = EnsembleSpec(drafter=MemberConfig(model="a"), verifiers=(MemberConfig(model="b"),))
     text = shown(advice, spec)
     for part in (
