@@ -7,13 +7,15 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+import reference_mass
+from helpers import QUESTION, tiny_member
 from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import Ensemble
 from safe_llm.errors import GenerationError
 from safe_llm.events import Outcome, RoundFinished
 from safe_llm.methods import PrefixMass
 from safe_llm.testing import NextLogits, scripted_member
-from safe_llm.testing.tokenizers import characters
+from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram
 from safe_llm.vocabulary import Vocabulary
 
 PROMPT = "How many?"
@@ -91,3 +93,28 @@ def test_sampling_and_every_token_never_wait(options, monkeypatch):
         assert ensemble(SURE, lookahead=4, mode=mode).generate(PROMPT, **options).text
         with pytest.raises(GenerationError, match="asked"):
             ensemble(SURE, lookahead=4).generate(PROMPT)
+
+
+# ---------------------------------------------------------------------- the slow reference
+
+PAIRS = {
+    "byte-level + sentencepiece": (byte_level, metaspace),
+    "sentencepiece + byte-level": (metaspace, byte_level),
+    "single digits + byte-level": (lambda: byte_level(420, individual_digits=True), byte_level),
+    "byte-level + unigram": (byte_level, unigram),
+    "three": (byte_level, metaspace, lambda: byte_level(420, individual_digits=True)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("sharpness", [12.0, 25.0])
+def test_engine_agrees_with_the_slow_reference(pair, sharpness):
+    members = [tiny_member(str(i), make(), seed=i + 7, sharpness=sharpness) for i, make in enumerate(PAIRS[pair])]
+    config = EnsembleConfig(method="prefix-mass", lookahead=6)
+    expected = reference_mass.generate(members, QUESTION, config, 30)
+    events = list(Ensemble(members, config).stream(QUESTION, max_tokens=30, events=True))
+    decisions = [d for e in events if isinstance(e, RoundFinished) for d in e.decisions]
+    blocked = {"oov-like": "blocked", "unrepresentable": "blocked"}
+    assert [(d.position, d.token, blocked.get(d.outcome, d.outcome)) for d in decisions] == expected.decisions
+    assert b"".join(e.committed for e in events if isinstance(e, RoundFinished)) == expected.text
+    assert any(outcome == "replaced" for *_, outcome in expected.decisions), "the test shows nothing"

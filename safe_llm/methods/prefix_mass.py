@@ -128,13 +128,13 @@ class PrefixMass:
         exclusive mass is what is left of it without them: the candidates are then events that exclude each other.
         """
         keys = [key for key in dict.fromkeys(candidates) if point.spellable(key)]
-        members = np.array([[self.mass(point, view, key) for key in keys] for view in point.views])
-        if not _has_one_tokenizer(point):  # there, tokens exclude each other as they are
-            for child, parent in _longest_prefixes(keys):
-                members[:, parent] -= members[:, child]
-            # bounds by 1 may leave less than nothing
-            members = np.maximum(members, 0.0)
-        return keys, members
+        masses = np.array([[self.mass(point, view, key) for key in keys] for view in point.views])
+        if _has_one_tokenizer(point):
+            return keys, masses  # tokens exclude each other as they are
+        members = masses.copy()
+        for child, parent in _longest_prefixes(keys):
+            members[:, parent] -= masses[:, child]
+        return keys, np.maximum(members, 0.0)  # bounds by 1 may leave less than nothing
 
     def _tokens(self, point: Point) -> list[bytes]:
         """The drafter's best tokens, and for a verifier's best the drafter's likeliest that start with them."""
