@@ -5,7 +5,7 @@
     python benchmarks/miniature table    rewrites docs/miniature_table.md and docs/miniature.png
     python benchmarks/miniature all
 
-Every step continues where it was interrupted. docs/miniature.md says what came out.
+Every step continues where it was interrupted.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 The published rules compare single tokens, which goes wrong where tokenizers cut words or numbers differently. Here the
 string in question is a *span*: the drafted text from one token boundary of all members to the next. This method is
-this project's own; docs/concepts.md gives the argument, docs/miniature.md the evidence.
+this project's own; docs/concepts.md gives the argument.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class PrefixMass:
 
     def merge(self, point: Point) -> Merged:
         """Argmax over the candidates of the weighted mean of exclusive masses."""
-        keys, members = self._masses(point, [*self._tokens(point), *self._spans(point), END])
+        tokens, texts = self._candidates(point)
+        keys, members = self._masses(point, [*tokens, point.span, *texts])
         weights = np.array([view.weight for view in point.views])
         return replace(best(point, keys, weights @ members, members), drafted=point.span)
 
     def distribution(self, point: Point, temperature: float) -> Mapping[bytes, float]:
         """The weighted mean of exclusive masses of the drafter's tokens, tempered and normalized."""
-        keys, members = self._masses(point, [*self._tokens(point), END])
+        keys, members = self._masses(point, self._candidates(point)[0])
         weights = np.array([view.weight for view in point.views])
         with np.errstate(divide="ignore"):
             return dict(zip(keys, softmax(np.log(weights @ members), temperature).tolist(), strict=True))
@@ -136,17 +137,21 @@ class PrefixMass:
             members[:, parent] -= masses[:, child]
         return keys, np.maximum(members, 0.0)  # bounds by 1 may leave less than nothing
 
-    def _tokens(self, point: Point) -> list[bytes]:
-        """The drafter's best tokens, and for a verifier's best the drafter's likeliest that start with them."""
-        drafter = point.drafter
-        wanted = (token for view in point.verifiers for token in view.top(self.verifier_top_k)[0] if token != END)
-        likeliest = (_likeliest_with_prefix(drafter, token) for token in wanted)
-        return [*drafter.top(self.top_k)[0], *(token for token in likeliest if token is not None)]
+    def _candidates(self, point: Point) -> tuple[list[bytes], list[bytes]]:
+        """Return tokens of the drafter, and texts that it has to spell with several.
 
-    def _spans(self, point: Point) -> list[bytes]:
-        """What stands for several tokens of the drafter: the draft, and verifiers' tokens that it has to spell."""
-        tokens = (token for view in point.verifiers for token in view.top(self.verifier_top_k)[0] if token != END)
-        return [point.span, *(token for token in tokens if _likeliest_with_prefix(point.drafter, token) is None)]
+        The first are its own best, and its likeliest that start with a best token of a verifier; the second are such
+        tokens of verifiers that it has none for.
+        """
+        tokens, texts = point.drafter.top(self.top_k)[0], []
+        for view in point.verifiers:
+            for token in view.top(self.verifier_top_k)[0]:
+                likeliest = END if token == END else _likeliest_with_prefix(point.drafter, token)
+                if likeliest is None:
+                    texts.append(token)
+                else:
+                    tokens.append(likeliest)
+        return [*tokens, END], texts
 
 
 @dataclass(frozen=True, slots=True)
