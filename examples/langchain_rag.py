@@ -30,12 +30,12 @@ class BM25Retriever(BaseRetriever):
     @classmethod
     def of(cls, folder: Path) -> "BM25Retriever":
         """Index the Markdown files of a folder, paragraph by paragraph."""
-        paragraphs = [
-            Document(text.strip(), metadata={"source": path.name})
-            for path in sorted(folder.glob("*.md"))
-            for text in path.read_text(encoding="utf-8").split("\n\n")
-            if len(text) > 80
-        ]
+        paragraphs, heading = [], ""
+        for path in sorted(folder.glob("*.md")):
+            for text in path.read_text(encoding="utf-8").split("\n\n"):
+                heading = text.strip() if text.startswith("#") else heading
+                if len(text) > 80:  # found by its heading too: prose seldom repeats the name of its subject
+                    paragraphs.append(Document(f"{heading}\n{text.strip()}", metadata={"source": path.name}))
         index = bm25s.BM25()
         index.index(bm25s.tokenize([p.page_content for p in paragraphs], show_progress=False), show_progress=False)
         return cls(paragraphs=paragraphs, index=index)

@@ -93,7 +93,7 @@ def test_rag_chain_answers_from_the_documents():
         return "The probability of the string."
 
     assert example("langchain_rag").main(chat(reply)) == "The probability of the string."
-    assert "prefix-mass" in seen[-1]
+    assert "# Prefix mass\n" in seen[-1]
 
 
 def test_callback_summary_counts_the_batch(capsys):
