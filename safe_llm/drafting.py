@@ -25,13 +25,25 @@ class Draft:
         ids: Drafted ids; the last one may be END.
         scores: Where each id's distribution is: scores and position.
         forced: Whether the grammar allowed nothing but what this id begins.
+        num_carried: How many of the ids were drafted in an earlier round already.
         error: Why the row cannot go on (its logits were not finite, its grammar cannot be followed).
     """
 
     ids: list[int] = field(default_factory=list)
     scores: list[tuple[Scores, int]] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
+    num_carried: int = 0
     error: GenerationError | None = None
+
+    @property
+    def num_new(self) -> int:
+        """How many ids were drafted in this round."""
+        return max(0, len(self.ids) - self.num_carried)
+
+    def after(self, count: int) -> Draft:
+        """What is left once the first `count` ids are committed, for the next round."""
+        ids = self.ids[count:]
+        return Draft(ids=ids, scores=self.scores[count:], forced=self.forced[count:], num_carried=len(ids))
 
     def drop_last(self) -> None:
         """Forget the last drafted id."""
@@ -47,7 +59,8 @@ class DraftTask:
         session: The row's session on the drafter.
         ids: All ids generated so far.
         stable: How many of them are as they were in the last round.
-        lookahead: Most tokens to draft, at least 1.
+        pending: What an earlier round drafted behind them; it is continued in place.
+        lookahead: Most tokens that a draft has, at least 1.
         sampling: How to choose a token.
         uniform: Draws from [0, 1) for this row; used at temperature above 0.
         grammar: Where the row stands in its grammar, if it has one. After drafting it stands there again.
@@ -56,6 +69,7 @@ class DraftTask:
     session: Session
     ids: Sequence[int]
     stable: int
+    pending: Draft
     lookahead: int
     sampling: SamplingParams
     uniform: Callable[[], float]
@@ -68,8 +82,11 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
     Raises:
         MemberError: The drafter's forward pass failed.
     """
-    drafts = [Draft() for _ in tasks]
-    active = list(range(len(tasks)))
+    drafts = [task.pending for task in tasks]
+    for task in tasks:
+        if task.grammar is not None:
+            task.grammar.advance(_spelled(member, task.pending))
+    active = [i for i, task in enumerate(tasks) if _goes_on(member, task)]
     while active:
         wants = [_want(tasks[i], drafts[i]) for i in active]
         scores, _ = member.score(wants)
@@ -85,13 +102,22 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[Draft]:
             drafts[i].ids.append(ids[position])
             drafts[i].scores.append((scores, position))
             _follow(member, tasks[i], drafts[i], scores, position)
-            if len(drafts[i].ids) < tasks[i].lookahead and not member.vocabulary.is_end(ids[position]):
+            if _goes_on(member, tasks[i]):
                 still.append(i)
         active = still
     for task, proposed in zip(tasks, drafts, strict=True):
         if task.grammar is not None and proposed.error is None:
-            task.grammar.rollback(sum(len(member.vocabulary.surface(i)) for i in proposed.ids))
+            task.grammar.rollback(len(_spelled(member, proposed)))
     return drafts
+
+
+def _spelled(member: Member, proposed: Draft) -> bytes:
+    return b"".join(map(member.vocabulary.surface, proposed.ids))
+
+
+def _goes_on(member: Member, task: DraftTask) -> bool:
+    ids = task.pending.ids
+    return len(ids) < task.lookahead and not (ids and member.vocabulary.is_end(ids[-1]))
 
 
 def _want(task: DraftTask, so_far: Draft) -> Want:

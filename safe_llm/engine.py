@@ -3,8 +3,8 @@
     1. draft        the drafter proposes up to `lookahead` tokens per row
     2. retokenize   every verifier's tokens of the text, draft included; boundary check
     3. score        one forward pass per verifier over what its cache does not hold yet
-    4. walk         find the first drafted token on which the ensemble must act; merge there
-    5. commit       keep what was accepted, then the ensembled token; drop the rest
+    4. walk         merge at each drafted token on which the ensemble must act, up to the first that it replaces
+    5. commit       keep what was accepted, and where the ensemble chose another token, that in place of the rest
     6. roll back    happens by itself: a cache holds what the next round asks it to hold
 
 The engine owns no thread and no lock; `safe_llm.ensemble` drives it for many callers.
@@ -170,6 +170,7 @@ class Engine:
                     session=row.session,
                     ids=row.ids,
                     stable=row.stable,
+                    pending=row.pending,
                     lookahead=lookahead,
                     sampling=row.request.sampling,
                     uniform=row.uniform,

@@ -1,8 +1,8 @@
 """What a generation yields, and the result that the events fold into.
 
 Every event names the request it belongs to by `index`, its place in the list of prompts (0 for a single prompt).
-Order per request: `RoundFinished` with its `EnsemblePoint` (if the round had one) before it and the `TextDelta` it
-made visible after it, then one `GenerationFinished`.
+Order per request: `RoundFinished` with its `EnsemblePoint`s before it and the `TextDelta` it made visible after it,
+then one `GenerationFinished`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class RoundFinished:
 
     Attributes:
         index: The request.
-        decisions: One per drafted token up to the one that ended the round; later ones were dropped unseen.
+        decisions: One per drafted token up to the one that was replaced, where there is one: later ones were dropped
+            unseen. A draft's end may be left to the next round.
         num_draft_tokens: How many tokens were drafted.
         committed: Bytes that were committed.
         timings: What the round took, whole batch; `ttft_s` and `num_tokens` are not filled.

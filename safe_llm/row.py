@@ -64,6 +64,7 @@ class Row:
         ids: Generated drafter ids, END excluded.
         text: Their bytes: the truth that every member's ids are views of.
         stable: How many of `ids` were committed before the last round.
+        pending: What was drafted behind `ids` and not yet decided.
         unchanged: Bytes of `text` that no verifier's tokens need to be looked at again for.
         events: Events that nobody has taken yet.
         finished: Why the answer ended; None while it runs.
@@ -84,6 +85,7 @@ class Row:
     ids: list[int] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
     stable: int = 0
+    pending: Draft = field(default_factory=Draft)
     unchanged: int = 0
     events: deque[Event] = field(default_factory=deque)
     finished: FinishDetail | None = None
@@ -158,18 +160,19 @@ class Row:
         except GenerationError as error:
             self.error = error
         self._count(draft, verdict, count)
+        self.pending = draft.after(verdict.num_accepted) if verdict.replacement is None else Draft()
         if self._ttft_s is None:
             self._ttft_s = now - self.submitted_s
         return Committed(
             verdict=verdict,
-            num_draft_tokens=len(draft.ids),
+            num_draft_tokens=draft.num_new,
             num_tokens=count,
             data=bytes(self.text[before:]),
             text=text,
         )
 
     def report(self, committed: Committed, reason: str, timings: Timings) -> None:
-        """Emit a round's events: the ensemble point if there was one, the round, the text it made visible.
+        """Emit a round's events: its ensemble points, the round, the text it made visible.
 
         Args:
             committed: What the round did.
@@ -178,17 +181,16 @@ class Row:
         """
         verdict = committed.verdict
         decided = verdict.decisions[: committed.num_tokens]
-        if verdict.merged is not None and len(decided) == len(verdict.decisions):
-            last = decided[-1]
+        for decision, merged in ((decided[i], merged) for i, merged in verdict.merges if i < len(decided)):
             point = EnsemblePoint(
                 index=self.index,
-                position=last.position,
-                byte_offset=last.byte_offset,
-                drafted=last.token if verdict.merged.drafted is None else verdict.merged.drafted,
-                chosen=verdict.merged.chosen,
+                position=decision.position,
+                byte_offset=decision.byte_offset,
+                drafted=decision.token if merged.drafted is None else merged.drafted,
+                chosen=merged.chosen,
                 reason=reason,
-                probabilities=last.probabilities,
-                candidates=verdict.merged.candidates,
+                probabilities=decision.probabilities,
+                candidates=merged.candidates,
             )
             self._points.append(point)
             self.events.append(point)
@@ -228,7 +230,7 @@ class Row:
 
     def _count(self, draft: Draft, verdict: Verdict, committed: int) -> None:
         self._num_rounds += 1
-        self._num_drafted += len(draft.ids)
+        self._num_drafted += draft.num_new
         decided = verdict.decisions[:committed]
         self._num_accepted += sum(1 for d in decided if d.outcome != "replaced")
         self._outcomes.update(d.outcome.value for d in decided)

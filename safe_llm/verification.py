@@ -2,7 +2,8 @@
 
 The walk applies, per drafted token, the boundary check (does the text before it end on a token boundary of every
 verifier?) and then the method's consensus check. The first token that fails neither exemption is where the members'
-distributions are merged; everything after it is dropped.
+distributions are merged. If the winner is what was drafted, the rest of the draft stands and the walk goes on;
+otherwise everything after it is dropped.
 """
 
 from __future__ import annotations
@@ -117,17 +118,17 @@ class Verdict:
     """What verification decided on one row.
 
     Attributes:
-        decisions: One per drafted token up to the one that ended the walk, or that is left to the next round.
+        decisions: One per drafted token up to the one that was replaced, or up to what is left to the next round.
         num_accepted: Drafted tokens to keep.
-        replacement: Key to commit after them, or None if there is none. May equal what was drafted.
-        merged: The ensemble operation, if there was one.
+        replacement: Key to commit after them in place of the rest of the draft; None if nothing was replaced.
+        merges: The ensemble operations: each one's index among the decisions, and what it decided.
         ensemble_s: Seconds spent merging.
     """
 
     decisions: tuple[Decision, ...]
     num_accepted: int
     replacement: bytes | None = None
-    merged: Merged | None = None
+    merges: tuple[tuple[int, Merged], ...] = ()
     ensemble_s: float = 0.0
 
 
@@ -262,15 +263,18 @@ def walk(
     threshold: float,
     clock: Callable[[], float],
 ) -> Verdict:
-    """Go through the draft from the left to the first token on which the ensemble must act (or to its end)."""
+    """Go through the draft from the left to the first token that the ensemble replaces (or to its end)."""
     decisions: list[Decision] = []
+    merges: list[tuple[int, Merged]] = []
+    num_accepted, replacement, ensemble_s = len(task.keys), None, 0.0
     for i, key in enumerate(task.keys):
         outcome, point, merged, chosen = task.blocked[i] if verifiers else Outcome.DRAFTED, None, None, key
         started = clock()
         if outcome is None:
             point = _point(task, i, drafter, verifiers, weights)
             if i and point.is_open and _is_greedy(task) and method.waits(point):
-                return Verdict(decisions=tuple(decisions), num_accepted=i)
+                num_accepted = i
+                break
             if task.sampling.temperature > 0.0:
                 outcome, chosen = _reject_or_accept(task, i, point, method)
             elif not task.every_token:
@@ -284,17 +288,20 @@ def walk(
             drafted = key if merged.drafted is None else merged.drafted
             outcome = Outcome.CONFIRMED if chosen == drafted else Outcome.REPLACED
         decided = outcome or Outcome.DRAFTED
-        ensemble_s = clock() - started if decided.is_ensembled else 0.0
-        decisions.append(_decision(task, i, decided, point, drafter))
         if decided.is_ensembled:
-            return Verdict(
-                decisions=tuple(decisions),
-                num_accepted=i,
-                replacement=chosen,
-                merged=merged or Merged(chosen=chosen, candidates=()),
-                ensemble_s=ensemble_s,
-            )
-    return Verdict(decisions=tuple(decisions), num_accepted=len(task.keys))
+            merges.append((i, merged or Merged(chosen=chosen, candidates=())))
+            ensemble_s += clock() - started
+        decisions.append(_decision(task, i, decided, point, drafter))
+        if decided is Outcome.REPLACED:
+            num_accepted, replacement = i, chosen
+            break
+    return Verdict(
+        decisions=tuple(decisions),
+        num_accepted=num_accepted,
+        replacement=replacement,
+        merges=tuple(merges),
+        ensemble_s=ensemble_s,
+    )
 
 
 def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | None, drafter: Member) -> Decision:

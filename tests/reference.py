@@ -154,6 +154,7 @@ def generate(
                 else:
                     replacement = unite(members, rows, config)
                     outcome = "confirmed" if replacement == key else "replaced"
+                    replacement = None if replacement == key else replacement
             answer.decisions.append((len(answer.ids) + j, key, outcome))
             if replacement is not None:
                 break

@@ -130,7 +130,7 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
                     chosen = merge(knowns, weights, span, config.top_k)
                     outcome = "confirmed" if chosen == span else "replaced"
             answer.decisions.append((len(answer.ids) + j, key, outcome))
-            if chosen is not None:
+            if outcome == "replaced":
                 end = drafter.vocabulary.symbols.end_id
                 kept += [end] if chosen == END else drafter.vocabulary.ids_of(chosen)
                 break

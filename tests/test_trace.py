@@ -475,7 +475,7 @@ def test_an_error_line_needs_a_text(whole, tmp_path):
     ("change", "message"),
     [
         ({"byte_offset": 3}, "field decisions.0.byte_offset: expected 0, got 3"),
-        ({"outcome": "replaced"}, "field decisions.0.outcome: the ensemble ends a round"),
+        ({"outcome": "replaced"}, "field decisions.0.outcome: a replacement ends a round"),
         ({"outcome": "guessed"}, "field decisions.0.outcome"),
         ({"tops": {"m": [["a"]]}}, "field decisions.0.tops.m.0"),
     ],

@@ -152,9 +152,9 @@ def _spans(request: TracedRequest) -> Iterator[tuple[Decision, int, int]]:
     end = 0
     for done in request.rounds:
         end += len(done.committed)
-        for decision in done.decisions:
-            acted = decision.outcome.is_ensembled
-            yield decision, decision.byte_offset, end if acted else decision.byte_offset + len(decision.token)
+        for number, decision in enumerate(done.decisions, 1):
+            ends_round = decision.outcome.is_ensembled and number == len(done.decisions)
+            yield decision, decision.byte_offset, end if ends_round else decision.byte_offset + len(decision.token)
 
 
 def _texts(generated: bytes, ends: Sequence[int]) -> list[str]:

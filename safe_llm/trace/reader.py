@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safe_llm.errors import TraceError
-from safe_llm.events import EnsemblePoint, Result, RoundFinished
+from safe_llm.events import EnsemblePoint, Outcome, Result, RoundFinished
 from safe_llm.trace.lines import FORMAT, SCHEMA_VERSION, parsed, validated
 from safe_llm.trace.values import Trace, TracedRequest, TraceHeader
 
@@ -170,10 +170,10 @@ def _checked_end(done: RoundFinished, start: int) -> int:
     for number, decision in enumerate(done.decisions):
         if decision.byte_offset != at:
             raise TraceError(f"field decisions.{number}.byte_offset: expected {at}, got {decision.byte_offset}")
-        acted = decision.outcome.is_ensembled
-        if acted and number + 1 < len(done.decisions):
-            raise TraceError(f"field decisions.{number}.outcome: the ensemble ends a round, and others follow")
-        at = max(at, end) if acted else at + len(decision.token)
+        is_last = number + 1 == len(done.decisions)
+        if decision.outcome is Outcome.REPLACED and not is_last:
+            raise TraceError(f"field decisions.{number}.outcome: a replacement ends a round, and others follow")
+        at = max(at, end) if decision.outcome.is_ensembled and is_last else at + len(decision.token)
     if at != end:
         raise TraceError(f"field committed: it has {len(done.committed)} bytes, its decisions have {at - start}")
     return end
