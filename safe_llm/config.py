@@ -6,7 +6,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -36,9 +36,11 @@ class _Strict(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "configuration"
-            raise ConfigError(f"{where}: {first['msg']}, got {first.get('input')!r}") from None
+            first, *others = error.errors()
+            where = [str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+            # a field of several types: pydantic reports what each of them would have liked
+            what = " or ".join([first["msg"], *(e["msg"] for e in others if e["loc"][:1] == first["loc"][:1])])
+            raise ConfigError(f"{'.'.join(where) or 'configuration'}: {what}, got {first.get('input')!r}") from None
 
 
 class MemberConfig(_Strict):
@@ -86,7 +88,9 @@ class EnsembleConfig(_Strict):
     Attributes:
         mode: `safe`; `every-token` merges at every token (the baseline); `drafter` is plain decoding.
         method: `unite`, `gac` or `prefix-mass`.
-        lookahead: Tokens drafted per round (n).
+        lookahead: Tokens drafted per round (n); `adaptive` stops where the ensemble is likely to act (the paper: 5).
+        lookup: Let the drafter check guesses, many at a time: text that has occurred before, a verifier's next token.
+            Costs nothing but memory traffic, changes no answer.
         consensus_threshold: C2 accepts a token whose mean probability is above it.
         sharpening: What to do where no candidate reaches 1/2: `prefix`, `geometric` or `none` (UniTE and GaC).
         sharpening_threshold: lambda of prefix sharpening.
@@ -97,7 +101,8 @@ class EnsembleConfig(_Strict):
 
     mode: Mode = "safe"
     method: MethodName = "unite"
-    lookahead: int = Field(default=5, ge=1, le=64)
+    lookahead: Annotated[int, Field(ge=1, le=64)] | Literal["adaptive"] = "adaptive"
+    lookup: bool = True
     consensus_threshold: float = Field(default=0.5, ge=0.0, le=1.0)
     sharpening: SharpeningName = "prefix"
     sharpening_threshold: float = Field(default=0.1, ge=0.0, le=1.0)

@@ -1,6 +1,6 @@
 """SAFE decoding (arXiv 2510.15346): the round, for a batch of rows that join and leave between rounds.
 
-    1. draft        the drafter proposes up to `lookahead` tokens per row
+    1. draft        the drafter proposes a few tokens per row (`safe_llm.lookahead` says how many)
     2. retokenize   every verifier's tokens of the text, draft included; boundary check
     3. score        one forward pass per verifier over what its cache does not hold yet
     4. walk         merge at each drafted token on which the ensemble must act, up to the first that it replaces
@@ -18,9 +18,11 @@ from collections.abc import Callable, Sequence
 
 from safe_llm.alignment import Alignment
 from safe_llm.config import EnsembleConfig
-from safe_llm.drafting import Draft, DraftTask, draft
+from safe_llm.drafting import DraftTask, draft
 from safe_llm.errors import ConfigError
 from safe_llm.events import Timings, added
+from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
+from safe_llm.lookup import Lookup
 from safe_llm.member import Member
 from safe_llm.methods import make_method
 from safe_llm.methods.base import Method
@@ -95,6 +97,9 @@ class Engine:
         for member, prompt in zip(self.members, prompts, strict=True):
             member.check_prompt(prompt)
         encoded = self._clock()
+        row.lookahead = self._lookahead()
+        if self.config.lookup and self.config.mode != "every-token":
+            row.lookup = Lookup(prompts[0])
         row.forwards_before = {member.name: member.backend.num_forwards for member in self.members}
         try:
             for member, prompt in zip(self.members, prompts, strict=True):
@@ -128,9 +133,9 @@ class Engine:
             MemberError: A member's forward pass failed, which concerns every row of the batch.
         """
         marks = [self._clock()]
-        rows, drafts = self._draft(rows)
+        rows = self._draft(rows)
         marks.append(self._clock())
-        tasks = [self._task(row, proposed) for row, proposed in zip(rows, drafts, strict=True)]
+        tasks = [self._task(row) for row in rows]
         marks.append(self._clock())
         for number, verifier in enumerate(self.verifiers):
             score(verifier, number, [task for task in tasks if task.error is None])
@@ -148,19 +153,19 @@ class Engine:
                 threshold=self.config.consensus_threshold,
                 clock=self._clock,
             )
-            committed.append((row, row.commit(task.draft, verdict, self.drafter, self._clock())))
+            committed.append((row, row.commit(verdict, self.drafter, self._clock())))
         marks.append(self._clock())
         self._report(committed, marks)
         for row in rows:
             if row.finished is not None and row.error is None:
                 row.finish(self.members, self._clock())
 
-    def _draft(self, rows: Sequence[Row]) -> tuple[list[Row], list[Draft]]:
+    def _draft(self, rows: Sequence[Row]) -> list[Row]:
         """Step 1. Rows without room end here; rows whose logits are not finite fail here."""
         drafting, tasks = [], []
         for row in rows:
-            lookahead = self._lookahead(row)
-            if lookahead < 1 or row.session is None:
+            limit = self._limit(row)
+            if limit < 1 or row.session is None:
                 row.finished = FinishDetail.CONTEXT
                 row.finish(self.members, self._clock())
                 continue
@@ -170,33 +175,44 @@ class Engine:
                     session=row.session,
                     ids=row.ids,
                     stable=row.stable,
-                    pending=row.pending,
-                    lookahead=lookahead,
+                    draft=row.draft,
+                    limit=limit,
+                    lookahead=row.lookahead,
                     sampling=row.request.sampling,
                     uniform=row.uniform,
+                    lookup=row.lookup,
+                    guess=row.guess,
                     grammar=row.grammars[0] if row.grammars else None,
                 )
             )
-        alive, drafts = [], []
-        for row, proposed in zip(drafting, draft(self.drafter, tasks), strict=True):
-            row.error = proposed.error
-            if row.error is None:
-                alive.append(row)
-                drafts.append(proposed)
-        return alive, drafts
+        draft(self.drafter, tasks)
+        for row in drafting:
+            row.error = row.draft.error
+        return [row for row in drafting if row.error is None]
 
-    def _lookahead(self, row: Row) -> int:
-        """The configured lookahead, clipped to max_tokens and to the room in every member's context window."""
-        lookahead = 1 if self.config.mode == "every-token" else self.config.lookahead
+    def _lookahead(self) -> Lookahead:
+        """Return a new row's rule for the length of drafts."""
+        if self.config.mode == "every-token":
+            return FixedLookahead(1)
+        if self.config.lookahead != "adaptive":
+            return FixedLookahead(self.config.lookahead)
+        sizes = [member.num_bytes for member in self.members]
+        known = [size for size in sizes if size]
+        # a pass over few tokens costs what it takes to read the weights; members of unknown size count as equal
+        equal = len(known) < len(sizes)
+        return AdaptiveLookahead(len(self.verifiers) if equal else sum(known[1:]) / known[0])
+
+    def _limit(self, row: Row) -> int:
+        """Most tokens that a draft may have: what is left of max_tokens, and of every member's context window."""
         if row.session is None:
             return 0
         rooms = [self.drafter.room(row.session, len(row.ids))]
         rooms += [m.room(t.session, len(t.alignment.ids)) for m, t in zip(self.verifiers, row.tracks, strict=True)]
-        return min(lookahead, row.request.sampling.max_tokens - len(row.ids), *rooms)
+        return min(row.request.sampling.max_tokens - len(row.ids), *rooms)
 
-    def _task(self, row: Row, proposed: Draft) -> VerifyTask:
+    def _task(self, row: Row) -> VerifyTask:
         """Step 2. The draft is shortened until the text fits every verifier's context window."""
-        task = self._new_task(row, proposed)
+        task = self._new_task(row)
         if not self.verifiers:
             return task
         every_token = self.config.mode == "every-token"
@@ -215,17 +231,17 @@ class Engine:
             ]
             if not over:
                 break
-            proposed.drop_last()
-            task = self._new_task(row, proposed)
+            row.draft.drop_last()
+            task = self._new_task(row)
         return task
 
-    def _new_task(self, row: Row, proposed: Draft) -> VerifyTask:
-        keys = [self.drafter.vocabulary.surface(token_id) for token_id in proposed.ids]
+    def _new_task(self, row: Row) -> VerifyTask:
+        keys = [self.drafter.vocabulary.surface(token_id) for token_id in row.draft.ids[: row.draft.size]]
         offsets = [len(row.text)]
         for key in keys[:-1]:
             offsets.append(offsets[-1] + len(key))
         return VerifyTask(
-            draft=proposed,
+            draft=row.draft,
             keys=keys,
             offsets=offsets,
             tracks=row.tracks,

@@ -67,6 +67,7 @@ class Member:
         licence: Of the weights, as far as known.
         dtype: Of the weights, as far as known.
         device: Where they are, as far as known.
+        num_bytes: Of the weights, as far as known.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Member:
         licence: str | None = None,
         dtype: str | None = None,
         device: str | None = None,
+        num_bytes: int | None = None,
     ) -> None:
         if backend.width != vocabulary.width:
             raise UnsupportedModelError(
@@ -93,6 +95,7 @@ class Member:
         self.licence = licence
         self.dtype = dtype
         self.device = device
+        self.num_bytes = num_bytes
         self._grammar_tokenizer: GrammarTokenizer | None = None
 
     @classmethod
@@ -141,6 +144,7 @@ class Member:
             licence=resolved.licence,
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
+            num_bytes=sum(weight.nbytes for weight in model.parameters()),
         )
 
     # ------------------------------------------------------------------ sessions

@@ -23,6 +23,8 @@ from safe_llm.events import (
     Timings,
 )
 from safe_llm.grammar import Grammar
+from safe_llm.lookahead import FixedLookahead, Lookahead
+from safe_llm.lookup import Lookup
 from safe_llm.member import Member, Session
 from safe_llm.types import FinishDetail, GenerationRequest, TokenLogprob, Usage
 from safe_llm.verification import Track, Verdict
@@ -64,7 +66,10 @@ class Row:
         ids: Generated drafter ids, END excluded.
         text: Their bytes: the truth that every member's ids are views of.
         stable: How many of `ids` were committed before the last round.
-        pending: What was drafted behind `ids` and not yet decided.
+        draft: What was drafted behind `ids` and not yet decided.
+        lookahead: How far it should go.
+        lookup: Guesses at what comes next; None for none.
+        guess: Ids that a verifier would put behind `ids`.
         unchanged: Bytes of `text` that no verifier's tokens need to be looked at again for.
         events: Events that nobody has taken yet.
         finished: Why the answer ended; None while it runs.
@@ -85,7 +90,10 @@ class Row:
     ids: list[int] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
     stable: int = 0
-    pending: Draft = field(default_factory=Draft)
+    draft: Draft = field(default_factory=Draft)
+    lookahead: Lookahead = field(default_factory=lambda: FixedLookahead(1))
+    lookup: Lookup | None = None
+    guess: Sequence[int] = ()
     unchanged: int = 0
     events: deque[Event] = field(default_factory=deque)
     finished: FinishDetail | None = None
@@ -126,16 +134,15 @@ class Row:
 
     # ------------------------------------------------------------------ commit
 
-    def commit(self, draft: Draft, verdict: Verdict, member: Member, now: float) -> Committed:
+    def commit(self, verdict: Verdict, member: Member, now: float) -> Committed:
         """Append what a round decided, token by token, up to the first thing that ends the answer.
 
         Args:
-            draft: The draft.
-            verdict: What verification made of it.
+            verdict: What verification made of the draft.
             member: The drafter.
             now: Clock.
         """
-        before, self.stable = len(self.text), len(self.ids)
+        draft, before, self.stable = self.draft, len(self.text), len(self.ids)
         text, count = "", 0
         for token_id in [*draft.ids[: verdict.num_accepted], *self._replacement(member, verdict)]:
             # only the first piece of a replacement stands where the drafter was asked
@@ -160,7 +167,7 @@ class Row:
         except GenerationError as error:
             self.error = error
         self._count(draft, verdict, count)
-        self.pending = draft.after(verdict.num_accepted) if verdict.replacement is None else Draft()
+        self._go_on(verdict, member)
         if self._ttft_s is None:
             self._ttft_s = now - self.submitted_s
         return Committed(
@@ -170,6 +177,18 @@ class Row:
             data=bytes(self.text[before:]),
             text=text,
         )
+
+    def _go_on(self, verdict: Verdict, member: Member) -> None:
+        """Keep what was drafted and not decided, and learn from what was."""
+        draft, was_replaced = self.draft, verdict.replacement is not None
+        num_done = draft.size if was_replaced else verdict.num_accepted
+        self.lookahead.learn(
+            draft.confidences[:num_done], num_decided=len(verdict.decisions), was_replaced=was_replaced
+        )
+        if self.lookup is not None:
+            self.lookup.extend(self.ids[self.stable :])
+            self.guess = member.vocabulary.ids_of(verdict.guess) if verdict.guess else ()
+        self.draft = Draft() if was_replaced else draft.after(verdict.num_accepted)
 
     def report(self, committed: Committed, reason: str, timings: Timings) -> None:
         """Emit a round's events: its ensemble points, the round, the text it made visible.

@@ -65,7 +65,7 @@ class VerifyTask:
 
     Attributes:
         draft: What the drafter proposes.
-        keys: Bytes of the drafted tokens; empty for END.
+        keys: Bytes of the drafted tokens that are to be verified; empty for END.
         offsets: Byte offset at which each drafted token starts.
         tracks: The row on each verifier.
         position: Index of the first drafted token among the generated ones.
@@ -122,6 +122,7 @@ class Verdict:
         num_accepted: Drafted tokens to keep.
         replacement: Key to commit after them in place of the rest of the draft; None if nothing was replaced.
         merges: The ensemble operations: each one's index among the decisions, and what it decided.
+        guess: What a verifier would say behind the draft, if that was accepted whole; empty if none says anything.
         ensemble_s: Seconds spent merging.
     """
 
@@ -129,6 +130,7 @@ class Verdict:
     num_accepted: int
     replacement: bytes | None = None
     merges: tuple[tuple[int, Merged], ...] = ()
+    guess: bytes = b""
     ensemble_s: float = 0.0
 
 
@@ -300,8 +302,17 @@ def walk(
         num_accepted=num_accepted,
         replacement=replacement,
         merges=tuple(merges),
+        guess=_guess(task, verifiers) if num_accepted == len(task.draft.ids) else b"",
         ensemble_s=ensemble_s,
     )
+
+
+def _guess(task: VerifyTask, verifiers: Sequence[Member]) -> bytes:
+    """Text of the token that the first verifier that was asked would put behind the draft; empty for END."""
+    if task.every_token or not task._scored:
+        return b""
+    scored, length = task._scored[0], len(task.tracks[0].alignment.ids)
+    return verifiers[0].vocabulary.surface(int(scored.scores.top1()[0][scored.offset + length - scored.first]))
 
 
 def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | None, drafter: Member) -> Decision:
@@ -333,8 +344,8 @@ def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) 
         weight=weight,
         own=task.draft.ids[index],
         own_is_best=True,
-        following=task.draft.ids[index:],
-        path=task.draft.scores[index:],
+        following=task.draft.ids[index : len(task.keys)],
+        path=task.draft.scores[index : len(task.keys)],
         memo=task._drafter_memo,
     )
 

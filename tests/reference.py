@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from safe_llm.config import EnsembleConfig
+from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
 from safe_llm.member import Member
 
 
@@ -106,20 +107,29 @@ def is_forced(member: Member, key: bytes, text: bytes, grammar: str | None) -> b
     return state.forced().startswith(key) if key else int(state.allowed().sum()) == 1
 
 
+def lookahead_of(members: list[Member], config: EnsembleConfig) -> Lookahead:
+    """The rule for the length of drafts; members of unknown size cost the same."""
+    if config.lookahead == "adaptive":
+        return AdaptiveLookahead(len(members) - 1)
+    return FixedLookahead(config.lookahead)
+
+
 def generate(
     members: list[Member], prompt: str, config: EnsembleConfig, max_tokens: int, grammar: str | None = None
 ) -> Answer:
     drafter, verifiers = members[0], members[1:]
     weights = config.normalized_weights(len(members))
     prompts = [member.prompter.encode(prompt) for member in members]
-    answer = Answer(b"", [], [], False)
+    answer, lookahead = Answer(b"", [], [], False), lookahead_of(members, config)
     while not answer.ended and len(answer.ids) < max_tokens:
         draft: list[int] = []
         rows_d: list[np.ndarray] = []
-        for _ in range(min(config.lookahead, max_tokens - len(answer.ids))):
+        sure: list[float] = []
+        while len(draft) < max_tokens - len(answer.ids) and lookahead.enough(len(draft), sure) is None:
             row = logits_after(drafter, prompts[0] + answer.ids + draft)
             rows_d.append(masked(drafter, row, answer.text + b"".join(key_of(drafter, i) for i in draft), grammar))
             draft.append(int(rows_d[-1].argmax()))
+            sure.append(float(softmax(rows_d[-1])[draft[-1]]))
             if drafter.vocabulary.is_end(draft[-1]):
                 break
         keys = [key_of(drafter, i) for i in draft]
@@ -159,6 +169,9 @@ def generate(
             if replacement is not None:
                 break
             kept.append(draft[j])
+        decided = len(kept) + (replacement is not None)
+        done = len(draft) if replacement is not None else decided
+        lookahead.learn(sure[:done], num_decided=decided, was_replaced=replacement is not None)
         if replacement == b"":
             kept.append(drafter.vocabulary.symbols.end_id)
         elif replacement is not None:

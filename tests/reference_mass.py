@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reference import Answer, key_of, logits_after, softmax
+from reference import Answer, key_of, logits_after, lookahead_of, softmax
 from safe_llm.config import EnsembleConfig
 from safe_llm.member import Member
 
@@ -84,13 +84,15 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
     drafter, verifiers = members[0], members[1:]
     weights = config.normalized_weights(len(members))
     prompts = [member.prompter.encode(prompt) for member in members]
-    answer = Answer(b"", [], [], False)
+    answer, lookahead = Answer(b"", [], [], False), lookahead_of(members, config)
     while not answer.ended and len(answer.ids) < max_tokens:
         draft: list[int] = []
         rows: list[np.ndarray] = []
-        while len(draft) < min(config.lookahead, max_tokens - len(answer.ids)):
+        sure: list[float] = []
+        while len(draft) < max_tokens - len(answer.ids) and lookahead.enough(len(draft), sure) is None:
             rows.append(logits_after(drafter, prompts[0] + answer.ids + draft))
             draft.append(int(rows[-1].argmax()))
+            sure.append(float(softmax(rows[-1])[draft[-1]]))
             if drafter.vocabulary.is_end(draft[-1]):
                 break
         keys = [key_of(drafter, i) for i in draft]
@@ -106,6 +108,7 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
 
         candidates = [is_candidate(j) for j in range(len(keys))]
         kept: list[int] = []
+        num_decided, was_replaced = 0, False
         for j, key in enumerate(keys):
             outcome, chosen = "blocked", None
             if candidates[j]:
@@ -130,11 +133,14 @@ def generate(members: list[Member], prompt: str, config: EnsembleConfig, max_tok
                     chosen = merge(knowns, weights, span, config.top_k)
                     outcome = "confirmed" if chosen == span else "replaced"
             answer.decisions.append((len(answer.ids) + j, key, outcome))
-            if outcome == "replaced":
+            num_decided, was_replaced = j + 1, outcome == "replaced"
+            if was_replaced:
                 end = drafter.vocabulary.symbols.end_id
                 kept += [end] if chosen == END else drafter.vocabulary.ids_of(chosen)
                 break
             kept.append(draft[j])
+        done = len(draft) if was_replaced else num_decided
+        lookahead.learn(sure[:done], num_decided=num_decided, was_replaced=was_replaced)
         for token_id in kept:
             if drafter.vocabulary.is_end(token_id):
                 answer.ended = True

@@ -50,9 +50,14 @@ def test_unknown_name_suggests_the_nearest(values, meant):
         EnsembleConfig().updated(values)
 
 
-def test_defaults_are_the_papers():
+def test_defaults_are_the_papers_but_for_the_lookahead():
     config = EnsembleConfig()
-    assert (config.mode, config.method, config.lookahead, config.consensus_threshold) == ("safe", "unite", 5, 0.5)
+    assert (config.mode, config.method, config.lookahead, config.consensus_threshold) == (
+        "safe",
+        "unite",
+        "adaptive",
+        0.5,
+    )
     assert (config.sharpening, config.sharpening_threshold, config.top_k, config.weights) == ("prefix", 0.1, 10, None)
 
 

@@ -74,11 +74,13 @@ def test_one_tokenizer_equals_greedy_of_the_averaged_distribution(seeds, weights
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("sharpening", ["prefix", "geometric", "none"])
-def test_engine_agrees_with_the_slow_reference(pair, sharpening):
+@pytest.mark.parametrize("lookahead", [5, "adaptive"])
+def test_engine_agrees_with_the_slow_reference(pair, sharpening, lookahead):
     members = [tiny_member(str(i), make(), seed=i + 7) for i, make in enumerate(PAIRS[pair])]
-    config = EnsembleConfig(sharpening=sharpening)
+    config = EnsembleConfig(sharpening=sharpening, lookahead=lookahead)
     expected = reference.generate(members, QUESTION, config, 40)
-    events = list(ensemble(*members, sharpening=sharpening).stream(QUESTION, max_tokens=40, events=True))
+    safe = ensemble(*members, sharpening=sharpening, lookahead=lookahead)
+    events = list(safe.stream(QUESTION, max_tokens=40, events=True))
     decisions = [d for e in events if isinstance(e, RoundFinished) for d in e.decisions]
     assert [(d.position, d.token) for d in decisions] == [(p, t) for p, t, _ in expected.decisions]
     merged = {"oov-like": "blocked", "unrepresentable": "blocked"}  # the reference tells them apart more coarsely

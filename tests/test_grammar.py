@@ -114,7 +114,7 @@ GRAMMARS = {
 )
 def test_engine_agrees_with_the_slow_reference(pair, grammar):
     members = [tiny_member(str(i), make(), seed=i + 7) for i, make in enumerate(pair)]
-    expected = reference.generate(members, QUESTION, EnsembleConfig(), 40, GRAMMARS[grammar])
+    expected = reference.generate(members, QUESTION, EnsembleConfig(lookahead=5), 40, GRAMMARS[grammar])
     events = list(ensemble(*members).stream(QUESTION, events=True, max_tokens=40, **keywords(grammar)))
     decisions = [
         (d.position, d.token, str(d.outcome)) for e in events if isinstance(e, RoundFinished) for d in e.decisions

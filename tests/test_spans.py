@@ -107,10 +107,10 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("sharpness", [12.0, 25.0])
-def test_engine_agrees_with_the_slow_reference(pair, sharpness):
+@pytest.mark.parametrize(("sharpness", "lookahead"), [(12.0, 6), (25.0, 6), (12.0, "adaptive"), (25.0, "adaptive")])
+def test_engine_agrees_with_the_slow_reference(pair, sharpness, lookahead):
     members = [tiny_member(str(i), make(), seed=i + 7, sharpness=sharpness) for i, make in enumerate(PAIRS[pair])]
-    config = EnsembleConfig(method="prefix-mass", lookahead=6)
+    config = EnsembleConfig(method="prefix-mass", lookahead=lookahead)
     expected = reference_mass.generate(members, QUESTION, config, 30)
     events = list(Ensemble(members, config).stream(QUESTION, max_tokens=30, events=True))
     decisions = [d for e in events if isinstance(e, RoundFinished) for d in e.decisions]

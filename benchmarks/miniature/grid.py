@@ -123,7 +123,7 @@ class Contender:
 
     def config(self) -> EnsembleConfig:
         """Its configuration."""
-        return EnsembleConfig(max_batch_size=64, **self.options)
+        return EnsembleConfig(**{"max_batch_size": 64, "lookahead": 5, **self.options})
 
     def method(self) -> Method | None:
         """Its method, if it is not the configuration's own."""
@@ -142,7 +142,7 @@ def contenders() -> Iterator[Contender]:
             yield from _all_of(regime, members)
         for members in (f"b{first}c", f"c{first}b"):
             yield from _some_of(regime, members)
-        for lookahead in (3, 8, 16):
+        for lookahead in (3, 8, 16, "adaptive"):
             for label in ("UniTE, prefix", "prefix mass"):
                 options = METHODS[label] | {"lookahead": lookahead}
                 yield Contender(

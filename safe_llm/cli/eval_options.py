@@ -47,7 +47,9 @@ class EvaluationFlags:
     method: Annotated[
         str | None, _ensemble("How distributions are merged.", default="unite", metavar="unite|gac|prefix-mass")
     ] = None
-    lookahead: Annotated[int | None, _ensemble("Tokens drafted per round.", default=5)] = None
+    lookahead: Annotated[
+        str | None, _ensemble("Tokens drafted per round.", default="adaptive", metavar="N|adaptive")
+    ] = None
     sharpening: Annotated[
         str | None,
         _ensemble("Where no candidate reaches 1/2.", default="prefix", metavar="prefix|geometric|none"),

@@ -69,7 +69,9 @@ class EnsembleFlags:
     method: Annotated[
         str | None, _ensemble("How distributions are merged.", default="unite", metavar="unite|gac|prefix-mass")
     ] = None
-    lookahead: Annotated[int | None, _ensemble("Tokens drafted per round.", default=5)] = None
+    lookahead: Annotated[
+        str | None, _ensemble("Tokens drafted per round.", default="adaptive", metavar="N|adaptive")
+    ] = None
     consensus_threshold: Annotated[
         float | None, _ensemble("A token whose mean probability is above it is accepted.", default=0.5)
     ] = None
@@ -82,6 +84,10 @@ class EnsembleFlags:
     weights: Annotated[
         list[str] | None,
         _ensemble("One per member, drafter first: 2,1,1 or repeated.", default="equal", metavar="W,W,..."),
+    ] = None
+    lookup: Annotated[
+        bool | None,
+        _ensemble("Guess text that has occurred before; changes no answer.", "--lookup/--no-lookup", default="on"),
     ] = None
     max_batch_size: Annotated[int | None, _ensemble("Most requests decoded at once.", default=16)] = None
 
