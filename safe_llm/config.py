@@ -90,7 +90,9 @@ class EnsembleConfig(_Strict):
         method: `unite`, `gac` or `prefix-mass`.
         lookahead: Tokens drafted per round (n); `adaptive` stops where the ensemble is likely to act (the paper: 5).
         lookup: Let the drafter check guesses, many at a time: text that has occurred before, a verifier's next token.
-            Costs nothing but memory traffic, changes no answer.
+            Changes no greedy answer.
+        run_ahead: Let the drafter go on while verifiers check, and drop that where it was in vain; by default where a
+            verifier is on another device. Changes no greedy answer.
         consensus_threshold: C2 accepts a token whose mean probability is above it.
         sharpening: What to do where no candidate reaches 1/2: `prefix`, `geometric` or `none` (UniTE and GaC).
         sharpening_threshold: lambda of prefix sharpening.
@@ -103,6 +105,7 @@ class EnsembleConfig(_Strict):
     method: MethodName = "unite"
     lookahead: Annotated[int, Field(ge=1, le=64)] | Literal["adaptive"] = "adaptive"
     lookup: bool = True
+    run_ahead: bool | None = None
     consensus_threshold: float = Field(default=0.5, ge=0.0, le=1.0)
     sharpening: SharpeningName = "prefix"
     sharpening_threshold: float = Field(default=0.1, ge=0.0, le=1.0)

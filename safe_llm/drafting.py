@@ -82,7 +82,8 @@ class DraftTask:
         stable: How many of them are as they were in the last round.
         draft: What an earlier round drafted behind them; it is continued in place.
         limit: Most tokens that a draft may have, at least 1.
-        lookahead: How many it should have.
+        lookahead: How many of them should be verified together.
+        first: How many ids at the draft's beginning are out of the question, being verified just now.
         sampling: How to choose a token.
         uniform: Draws from [0, 1) for this row; used at temperature above 0.
         lookup: Guesses at what comes next; None for none.
@@ -98,6 +99,7 @@ class DraftTask:
     lookahead: Lookahead
     sampling: SamplingParams
     uniform: Callable[[], float]
+    first: int = 0
     lookup: Lookup | None = None
     guess: Sequence[int] = ()
     grammar: Grammar | None = None
@@ -107,9 +109,14 @@ class DraftTask:
         """How many ids there are, drafted ones included."""
         return len(self.ids) + len(self.draft.ids)
 
+    def enough(self) -> int | None:
+        """How many of the ids from `first` on to verify together, or None while there should be more."""
+        num_drafted = len(self.draft.ids) - self.first
+        return self.lookahead.enough(num_drafted, self.draft.confidences[self.first :])
+
 
 def draft(member: Member, tasks: Sequence[DraftTask]) -> None:
-    """Let the drafter continue every row's draft as far as its lookahead, END, or logits that are not finite.
+    """Let the drafter continue every row's draft as far as its lookahead, END, its limit, or an error of its own.
 
     Raises:
         MemberError: The drafter's forward pass failed.
@@ -125,7 +132,6 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> None:
         _take(member, active, guesses, scores, offsets)
         active = [task for task in active if _goes_on(member, task)]
     for task in tasks:
-        task.draft.size = min(len(task.draft.ids), _enough(task) or task.limit)
         if task.grammar is not None and task.draft.error is None:
             task.grammar.rollback(len(_spelled(member, task.draft)))
 
@@ -134,17 +140,13 @@ def _spelled(member: Member, proposed: Draft) -> bytes:
     return b"".join(map(member.vocabulary.surface, proposed.ids))
 
 
-def _enough(task: DraftTask) -> int | None:
-    return task.lookahead.enough(len(task.draft.ids), task.draft.confidences)
-
-
 def _goes_on(member: Member, task: DraftTask) -> bool:
     proposed = task.draft
     if proposed.error is not None or len(proposed.ids) >= task.limit:
         return False
     if proposed.ids and member.vocabulary.is_end(proposed.ids[-1]):
         return False
-    return _enough(task) is None
+    return task.enough() is None
 
 
 def _guess(task: DraftTask, room: int) -> Sequence[int]:

@@ -28,7 +28,8 @@ from safe_llm.methods import make_method
 from safe_llm.methods.base import Method
 from safe_llm.row import Committed, Row
 from safe_llm.types import FinishDetail
-from safe_llm.verification import Track, VerifyTask, align, score, walk
+from safe_llm.verification import Track, VerifyTask, align, check_finite, score
+from safe_llm.walk import walk
 
 __all__ = ["Engine"]
 
@@ -41,6 +42,7 @@ class Engine:
         verifiers: Check. Empty in mode `drafter`.
         weights: One per member, drafter first, summing to 1.
         method: How distributions are merged.
+        runs_ahead: Whether the drafter goes on while verifiers check. Only the time that takes depends on it.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class Engine:
         self.drafter = members[0]
         self.verifiers = () if config.mode == "drafter" else tuple(members[1:])
         self.method = method or make_method(config)
+        elsewhere = any(verifier.device != self.drafter.device for verifier in self.verifiers)
+        self.runs_ahead = config.mode == "safe" and (elsewhere if config.run_ahead is None else config.run_ahead)
         self._clock = clock
         lacking = [m.name for m in self.members if not m.backend.has_dense_scores]
         if self.verifiers and self.method.needs_dense and lacking:
@@ -139,10 +143,13 @@ class Engine:
         marks.append(self._clock())
         for number, verifier in enumerate(self.verifiers):
             score(verifier, number, [task for task in tasks if task.error is None])
+        ahead_s = self._run_ahead(rows) if self.runs_ahead else 0.0
+        check_finite(self.verifiers, tasks)
         committed: list[tuple[Row, Committed]] = []
         for row, task in zip(rows, tasks, strict=True):
-            if task.error is not None or not task.keys:
-                row.error, row.finished = task.error, None if task.error else FinishDetail.CONTEXT
+            error = task.error or row.draft.error
+            if error is not None or not task.keys:
+                row.error, row.finished = error, None if error else FinishDetail.CONTEXT
                 continue
             verdict = walk(
                 task,
@@ -155,45 +162,61 @@ class Engine:
             )
             committed.append((row, row.commit(verdict, self.drafter, self._clock())))
         marks.append(self._clock())
-        self._report(committed, marks)
+        self._report(committed, marks, ahead_s)
         for row in rows:
             if row.finished is not None and row.error is None:
                 row.finish(self.members, self._clock())
 
     def _draft(self, rows: Sequence[Row]) -> list[Row]:
         """Step 1. Rows without room end here; rows whose logits are not finite fail here."""
-        drafting, tasks = [], []
+        tasks = {}
         for row in rows:
-            limit = self._limit(row)
-            if limit < 1 or row.session is None:
+            task = self._draft_task(row)
+            if task is None:
                 row.finished = FinishDetail.CONTEXT
                 row.finish(self.members, self._clock())
-                continue
-            drafting.append(row)
-            tasks.append(
-                DraftTask(
-                    session=row.session,
-                    ids=row.ids,
-                    stable=row.stable,
-                    draft=row.draft,
-                    limit=limit,
-                    lookahead=row.lookahead,
-                    sampling=row.request.sampling,
-                    uniform=row.uniform,
-                    lookup=row.lookup,
-                    guess=row.guess,
-                    grammar=row.grammars[0] if row.grammars else None,
-                )
-            )
-        draft(self.drafter, tasks)
-        for row in drafting:
+            else:
+                tasks[row] = task
+        draft(self.drafter, list(tasks.values()))
+        for row, task in tasks.items():
             row.error = row.draft.error
-        return [row for row in drafting if row.error is None]
+            row.draft.size = min(len(row.draft.ids), task.enough() or task.limit)
+        return [row for row in tasks if row.error is None]
+
+    def _run_ahead(self, rows: Sequence[Row]) -> float:
+        """Let the drafter go on behind the drafts that are being verified; return the seconds that took.
+
+        Verifiers on other devices are at work meanwhile. What is drafted in vain is dropped with the rest of its draft.
+        """
+        started = self._clock()
+        tasks = [self._draft_task(row, first=row.draft.size) for row in rows]
+        draft(self.drafter, [task for task in tasks if task is not None])
+        return self._clock() - started
+
+    def _draft_task(self, row: Row, first: int = 0) -> DraftTask | None:
+        """Return what to ask the drafter for, or None if the row has no room for more."""
+        limit = self._limit(row)
+        if limit < 1 or row.session is None:
+            return None
+        return DraftTask(
+            session=row.session,
+            ids=row.ids,
+            stable=row.stable,
+            draft=row.draft,
+            limit=limit,
+            lookahead=row.lookahead,
+            first=first,
+            sampling=row.request.sampling,
+            uniform=row.uniform,
+            lookup=row.lookup,
+            guess=row.guess,
+            grammar=row.grammars[0] if row.grammars else None,
+        )
 
     def _lookahead(self) -> Lookahead:
         """Return a new row's rule for the length of drafts."""
-        if self.config.mode == "every-token":
-            return FixedLookahead(1)
+        if self.config.mode == "every-token" or (self.config.lookahead == "adaptive" and not self.verifiers):
+            return FixedLookahead(1)  # without a verifier, a round costs nothing, and a stream comes token by token
         if self.config.lookahead != "adaptive":
             return FixedLookahead(self.config.lookahead)
         sizes = [member.num_bytes for member in self.members]
@@ -203,12 +226,15 @@ class Engine:
         return AdaptiveLookahead(len(self.verifiers) if equal else sum(known[1:]) / known[0])
 
     def _limit(self, row: Row) -> int:
-        """Most tokens that a draft may have: what is left of max_tokens, and of every member's context window."""
+        """Most tokens that a draft may have: what is left of max_tokens, and of every member's context window.
+
+        Never fewer than are drafted already: those did fit.
+        """
         if row.session is None:
             return 0
         rooms = [self.drafter.room(row.session, len(row.ids))]
         rooms += [m.room(t.session, len(t.alignment.ids)) for m, t in zip(self.verifiers, row.tracks, strict=True)]
-        return min(row.request.sampling.max_tokens - len(row.ids), *rooms)
+        return max(min(row.request.sampling.max_tokens - len(row.ids), *rooms), len(row.draft.ids))
 
     def _task(self, row: Row) -> VerifyTask:
         """Step 2. The draft is shortened until the text fits every verifier's context window."""
@@ -258,14 +284,14 @@ class Engine:
             return "rejected"
         return "every-token" if self.config.mode == "every-token" else "no-consensus"
 
-    def _report(self, committed: Sequence[tuple[Row, Committed]], marks: Sequence[float]) -> None:
+    def _report(self, committed: Sequence[tuple[Row, Committed]], marks: Sequence[float], ahead_s: float) -> None:
         """Charge the round's phases to every row, since all of them waited for it, and emit their events."""
         drafting, tokenizing, verifying = (b - a for a, b in itertools.pairwise(marks))
         merging = sum(done.verdict.ensemble_s for _, done in committed)
         took = Timings(
-            draft_s=drafting,
+            draft_s=drafting + ahead_s,
             tokenize_s=tokenizing,
-            verify_s=verifying - merging,
+            verify_s=verifying - merging - ahead_s,
             ensemble_s=merging,
             total_s=marks[-1] - marks[0],
         )

@@ -18,7 +18,7 @@ _FIRST = 4
 """Longest first draft of an answer: the reader waits for it. It doubles from round to round."""
 _PRIOR_RATE = 0.8
 _PRIOR_COST = 20.0
-_PRIOR_REPLACED = 10.0
+_PRIOR_REPLACED = 4.0
 """Priors of the two running estimates, as so many drafter steps and replacements that were seen."""
 
 

@@ -27,7 +27,8 @@ from safe_llm.lookahead import FixedLookahead, Lookahead
 from safe_llm.lookup import Lookup
 from safe_llm.member import Member, Session
 from safe_llm.types import FinishDetail, GenerationRequest, TokenLogprob, Usage
-from safe_llm.verification import Track, Verdict
+from safe_llm.verification import Track
+from safe_llm.walk import Verdict
 
 __all__ = ["Committed", "Row"]
 

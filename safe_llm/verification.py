@@ -1,16 +1,9 @@
-"""Verification: score the drafts with every verifier, then walk them from the left to where the ensemble must act.
-
-The walk applies, per drafted token, the boundary check (does the text before it end on a token boundary of every
-verifier?) and then the method's consensus check. The first token that fails neither exemption is where the members'
-distributions are merged. If the winner is what was drafted, the rest of the draft stands and the walk goes on;
-otherwise everything after it is dropped.
-"""
+"""Verification: the drafts in the verifiers' tokens, the boundary check, and the verifiers' scores. No decision yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,19 +12,13 @@ from safe_llm.alignment import Alignment
 from safe_llm.backends.base import Scores
 from safe_llm.drafting import Draft
 from safe_llm.errors import GenerationError, NonFiniteLogitsError
-from safe_llm.events import Decision, Outcome
+from safe_llm.events import Outcome
 from safe_llm.grammar import Grammar
 from safe_llm.member import Member, Session, Want
-from safe_llm.methods.base import MemberView, Merged, Method, Point
-from safe_llm.sampling import draw, nucleus, residual, sampling_probs
 from safe_llm.types import SamplingParams
 from safe_llm.vocabulary import NOT_EXACT
 
-__all__ = ["Track", "Verdict", "VerifyTask", "align", "score", "walk"]
-
-_NOBODY: Mapping[str, float] = MappingProxyType({})
-_NO_TOPS: Mapping[str, tuple[tuple[bytes, float], ...]] = MappingProxyType({})
-_NUM_TOPS = 3
+__all__ = ["Scored", "Track", "VerifyTask", "align", "check_finite", "score"]
 
 
 @dataclass(slots=True)
@@ -50,13 +37,24 @@ class Track:
 
 
 @dataclass(slots=True)
-class _Scored:
-    """A verifier's scores for one row: `first` generated ids come before position `offset`."""
+class Scored:
+    """A verifier's scores for one row.
+
+    Attributes:
+        scores: They hold other rows' positions, too.
+        offset: This row's first position.
+        first: How many generated ids come before it.
+        memo: Scratch space for methods.
+    """
 
     scores: Scores
     offset: int
     first: int
-    memo: dict[Any, Any]
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def position(self, count: int) -> int:
+        """The position at which `count` generated ids come before."""
+        return self.offset + count - self.first
 
 
 @dataclass(slots=True)
@@ -76,6 +74,8 @@ class VerifyTask:
         detailed: Report every asked member's probability, also where C1 needed none, and its best tokens.
         grammars: Where the row stands in its grammar, for each verifier; empty without one.
         error: Why the row cannot go on.
+        scored: What each verifier says; empty where nobody was asked.
+        drafter_memo: Scratch space for methods, the drafter's.
     """
 
     draft: Draft
@@ -90,8 +90,8 @@ class VerifyTask:
     detailed: bool = False
     grammars: Sequence[Grammar] = ()
     error: GenerationError | None = None
-    _scored: list[_Scored] = field(default_factory=list)
-    _drafter_memo: dict[Any, Any] = field(default_factory=dict)
+    scored: list[Scored] = field(default_factory=list)
+    drafter_memo: dict[Any, Any] = field(default_factory=dict)
 
     def candidates(self) -> list[int]:
         """Indices of the drafted tokens that passed the boundary check."""
@@ -111,30 +111,6 @@ class VerifyTask:
         if self.every_token:
             return len(track.alignment.ids)
         return track.alignment.tokens_before(self.offsets[index]) or 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What verification decided on one row.
-
-    Attributes:
-        decisions: One per drafted token up to the one that was replaced, or up to what is left to the next round.
-        num_accepted: Drafted tokens to keep.
-        replacement: Key to commit after them in place of the rest of the draft; None if nothing was replaced.
-        merges: The ensemble operations: each one's index among the decisions, and what it decided.
-        guess: What a verifier would say behind the draft, if that was accepted whole; empty if none says anything.
-        ensemble_s: Seconds spent merging.
-    """
-
-    decisions: tuple[Decision, ...]
-    num_accepted: int
-    replacement: bytes | None = None
-    merges: tuple[tuple[int, Merged], ...] = ()
-    guess: bytes = b""
-    ensemble_s: float = 0.0
-
-
-# ---------------------------------------------------------------------- boundary check and scoring
 
 
 def align(task: VerifyTask, text: bytes | bytearray, unchanged: int) -> None:
@@ -196,8 +172,7 @@ def score(verifier: Member, index: int, tasks: Sequence[VerifyTask]) -> None:
                 scores.forbid_end(held)
         if task.grammars:
             _restrict(task, index, scores, offset - want.first)
-        task._scored.append(_Scored(scores, offset, want.first, {}))
-    _check_finite(verifier, index, asked, scores)
+        task.scored.append(Scored(scores, offset, want.first))
 
 
 def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
@@ -229,183 +204,16 @@ def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
         scores.restrict(positions, np.stack(masks))
 
 
-def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> int | None:
-    if task.every_token:
-        return None
-    if not task.keys[index]:
-        return verifier.vocabulary.symbols.end_id
-    return track.alignment.ids[task.count(track, index)]
+def check_finite(verifiers: Sequence[Member], tasks: Sequence[VerifyTask]) -> None:
+    """Fail the rows that have a position where a verifier's scores are not finite, candidate or not.
 
-
-def _check_finite(verifier: Member, index: int, tasks: Sequence[VerifyTask], scores: Scores) -> None:
-    """Fail the rows that have a position where the verifier's scores are not finite, candidate or not.
-
-    Methods look beyond the candidates, and a rollback would leave the NaN behind in the row's cache.
+    Methods look beyond the candidates, and a rollback would leave the NaN behind in the row's cache. This is where the
+    host first waits for a verifier's pass, and it comes after the passes of all.
     """
-    finite = scores.top1()[1]
-    if finite.all():
-        return
     for task in tasks:
-        track, scored = task.tracks[index], task._scored[index]
-        for count in range(scored.first, len(track.alignment.ids) + 1):
-            if not finite[scored.offset + count - scored.first]:
-                task.error = task.error or NonFiniteLogitsError(verifier.name, track.session.prompt_tokens + count - 1)
-
-
-# ---------------------------------------------------------------------- the walk
-
-
-def walk(
-    task: VerifyTask,
-    *,
-    drafter: Member,
-    verifiers: Sequence[Member],
-    weights: Sequence[float],
-    method: Method,
-    threshold: float,
-    clock: Callable[[], float],
-) -> Verdict:
-    """Go through the draft from the left to the first token that the ensemble replaces (or to its end)."""
-    decisions: list[Decision] = []
-    merges: list[tuple[int, Merged]] = []
-    num_accepted, replacement, ensemble_s = len(task.keys), None, 0.0
-    for i, key in enumerate(task.keys):
-        outcome, point, merged, chosen = task.blocked[i] if verifiers else Outcome.DRAFTED, None, None, key
-        started = clock()
-        if outcome is None:
-            point = _point(task, i, drafter, verifiers, weights)
-            if i and point.is_open and _is_greedy(task) and method.waits(point):
-                num_accepted = i
-                break
-            if task.sampling.temperature > 0.0:
-                outcome, chosen = _reject_or_accept(task, i, point, method)
-            elif not task.every_token:
-                outcome = method.consensus(point, threshold)
-            elif method.keeps_drafter(point):
-                outcome = Outcome.GATE
-        if outcome is None and point is not None:
-            started = clock()
-            merged = method.merge(point)
-            chosen = merged.chosen
-            drafted = key if merged.drafted is None else merged.drafted
-            outcome = Outcome.CONFIRMED if chosen == drafted else Outcome.REPLACED
-        decided = outcome or Outcome.DRAFTED
-        if decided.is_ensembled:
-            merges.append((i, merged or Merged(chosen=chosen, candidates=())))
-            ensemble_s += clock() - started
-        decisions.append(_decision(task, i, decided, point, drafter))
-        if decided is Outcome.REPLACED:
-            num_accepted, replacement = i, chosen
-            break
-    return Verdict(
-        decisions=tuple(decisions),
-        num_accepted=num_accepted,
-        replacement=replacement,
-        merges=tuple(merges),
-        guess=_guess(task, verifiers) if num_accepted == len(task.draft.ids) else b"",
-        ensemble_s=ensemble_s,
-    )
-
-
-def _guess(task: VerifyTask, verifiers: Sequence[Member]) -> bytes:
-    """Text of the token that the first verifier that was asked would put behind the draft; empty for END."""
-    if task.every_token or not task._scored:
-        return b""
-    scored, length = task._scored[0], len(task.tracks[0].alignment.ids)
-    return verifiers[0].vocabulary.surface(int(scored.scores.top1()[0][scored.offset + length - scored.first]))
-
-
-def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | None, drafter: Member) -> Decision:
-    """Write down a verdict; what the walk itself did not need is looked up only in detail."""
-    asked = () if point is None else point.views
-    seen = asked or (_drafter_view(task, index, drafter, 1.0),) if task.detailed else ()
-    reported = asked if task.detailed or outcome.is_ensembled else ()
-    return Decision(
-        position=task.position + index,
-        byte_offset=task.offsets[index],
-        token=task.keys[index],
-        outcome=outcome,
-        probabilities={view.name: view.own_probability for view in reported} if reported else _NOBODY,
-        tops={view.name: view.best_tokens(_NUM_TOPS) for view in seen} if seen else _NO_TOPS,
-    )
-
-
-def _is_greedy(task: VerifyTask) -> bool:
-    return task.sampling.temperature == 0.0 and not task.every_token
-
-
-def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) -> MemberView:
-    scores, position = task.draft.scores[index]
-    return MemberView(
-        name=drafter.name,
-        vocabulary=drafter.vocabulary,
-        scores=scores,
-        position=position,
-        weight=weight,
-        own=task.draft.ids[index],
-        own_is_best=True,
-        following=task.draft.ids[index : len(task.keys)],
-        path=task.draft.scores[index : len(task.keys)],
-        memo=task._drafter_memo,
-    )
-
-
-def _point(
-    task: VerifyTask, index: int, drafter: Member, verifiers: Sequence[Member], weights: Sequence[float]
-) -> Point:
-    views = [_drafter_view(task, index, drafter, weights[0])]
-    for number, verifier in enumerate(verifiers):
-        track, scored = task.tracks[number], task._scored[number]
-        count = task.count(track, index)
-        position = scored.offset + count - scored.first
-        own = _own_token(verifier, task, track, index)
-        views.append(
-            MemberView(
-                name=verifier.name,
-                vocabulary=verifier.vocabulary,
-                scores=scored.scores,
-                position=position,
-                weight=weights[number + 1],
-                own=own,
-                own_is_best=own is not None and own == int(scored.scores.top1()[0][position]),
-                following=track.alignment.ids[count:],
-                path=[(scored.scores, position + k) for k in range(len(track.alignment.ids) - count + 1)],
-                after=_asker(verifier, track, count),
-                memo=scored.memo,
-            )
-        )
-    rest, is_open = task.rest_of_span(index)
-    return Point(views=tuple(views), drafted=task.keys[index], rest=rest, is_open=is_open)
-
-
-def _asker(verifier: Member, track: Track, count: int) -> Callable[[Sequence[int]], Scores]:
-    def after(ids: Sequence[int]) -> Scores:
-        return verifier.peek(track.session, count, ids)
-
-    return after
-
-
-def _reject_or_accept(task: VerifyTask, index: int, point: Point, method: Method) -> tuple[Outcome, bytes]:
-    """Speculative sampling at a candidate: keep the drafted token with min(1, P_ens / P_D), else draw the rest.
-
-    Neither C1 nor C2 is used here: with either, the answer would not be distributed as the ensemble's distribution.
-    """
-    sampling = task.sampling
-    target = method.distribution(point, sampling.temperature)
-    keys = list(target)
-    ensembled = nucleus(np.array(list(target.values())), sampling.top_p)
-    scores, position = task.draft.scores[index]
-    probs = sampling_probs(scores.dense([position])[0], sampling.temperature, sampling.top_p)
-    if task.uniform() * float(probs[task.draft.ids[index]]) < dict(zip(keys, ensembled.tolist(), strict=True)).get(
-        point.drafted, 0.0
-    ):
-        return Outcome.SAMPLED, point.drafted
-    ids = [point.drafter.id_of(key) for key in keys]
-    mine = probs[[-1 if i is None else i for i in ids]].cpu().numpy()
-    rest = residual(ensembled, np.where([i is None for i in ids], 0.0, mine))
-    while rest.any():
-        chosen = draw(rest, task.uniform())
-        if point.spellable(keys[chosen]):
-            return Outcome.REPLACED, keys[chosen]
-        rest[chosen] = 0.0  # the drafter has no way to write it
-    return Outcome.SAMPLED, point.drafted
+        for verifier, track, scored in zip(verifiers, task.tracks, task.scored, strict=False):
+            finite = scored.scores.top1()[1]
+            for count in range(scored.first, len(track.alignment.ids) + 1):
+                if not finite[scored.position(count)]:
+                    before = track.session.prompt_tokens + count - 1
+                    task.error = task.error or NonFiniteLogitsError(verifier.name, before)

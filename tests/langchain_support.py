@@ -34,7 +34,7 @@ ALL_PATHS = [(SafeLLM, path) for path in TEXT_PATHS] + [(ChatSafeLLM, path) for 
 
 def treasure(**options: Any) -> Ensemble:
     """A new ensemble of two members that agree but for one word."""
-    return scripted_ensemble(DRAFTED, VERIFIED, **options)
+    return scripted_ensemble(DRAFTED, VERIFIED, **{"lookahead": 5, **options})
 
 
 # ---------------------------------------------------------------------- asking

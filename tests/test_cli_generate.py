@@ -148,6 +148,8 @@ ENSEMBLE_VALUES = {
     "sharpening_threshold": 0.75,
     "top_k": 4,
     "weights": (2.0, 1.0),
+    "lookup": False,
+    "run_ahead": True,
     "max_batch_size": 2,
 }
 SAMPLING_VALUES = {
@@ -162,6 +164,8 @@ SAMPLING_VALUES = {
 
 
 def _flag(field: str, value: object) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{'' if value else 'no-'}{field.replace('_', '-')}"]
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return [f"--{field.replace('_', '-')}", text]
 
@@ -207,9 +211,11 @@ def test_help_states_the_real_defaults():
     stated = {name: text.partition("[default: ")[2].rstrip("]") for name, text in helps.items()}
     silent = {"seed", "stop", "logprobs"}
     assert stated.pop("weights") == "equal"
+    assert stated.pop("lookup") == "on"
+    assert stated.pop("run_ahead") == "if a verifier is on another device"
     assert {name for name, default in stated.items() if not default} == silent
     assert {n: d for n, d in stated.items() if d} == {
-        n: str(d) for n, d in defaults.items() if n not in silent | {"weights"}
+        n: str(d) for n, d in defaults.items() if n not in silent | {"weights", "lookup", "run_ahead"}
     }
 
 
@@ -327,8 +333,8 @@ BAD_INPUT = {
     "unknown method": (["--method", "unit", "x"], "unknown method 'unit'", "did you mean 'unite'?"),
     "unknown mode": (["--mode", "save", "x"], "unknown mode 'save'", "did you mean 'safe'?"),
     "unknown sharpening": (["--sharpening", "prefx", "x"], "unknown sharpening", "did you mean 'prefix'?"),
-    "unknown flag": (["--lokahead", "3", "x"], "no such option: --lokahead", "did you mean --lookahead?"),
-    "no number": (["--lookahead", "many", "x"], "--lookahead", "safe-llm generate --help"),
+    "unknown flag": (["--lokahead", "3", "x"], "no such option: --lokahead", "did you mean --lookahead"),
+    "no number": (["--lookahead", "many", "x"], "lookahead", "safe-llm generate --help"),
     "lookahead": (["--lookahead", "0", "x"], "lookahead", "safe-llm generate --help"),
     "temperature": (["--temperature", "-1", "x"], "temperature", "safe-llm generate --help"),
     "temperature nan": (["--temperature", "nan", "x"], "temperature", "safe-llm generate --help"),

@@ -371,7 +371,7 @@ def test_keyboard_interrupt_in_a_forward_leaves_a_working_engine():
 
 
 def test_interrupt_between_two_commits_is_an_error_for_every_row_of_the_round(monkeypatch):
-    safe = scripted_ensemble(ANSWERS)
+    safe = scripted_ensemble(ANSWERS, lookahead=5, lookup=False)
     first, second = safe.stream("Who?"), safe.stream("How?")
     next(first), next(second)
     commits = []
@@ -545,7 +545,7 @@ def test_stream_takes_one_prompt():
 
 def test_fingerprint_tells_ensembles_apart():
     # E01, E02: members, weights, method, thresholds
-    base = scripted_ensemble(ANSWERS)
+    base = scripted_ensemble(ANSWERS, lookahead=5)
     assert base.fingerprint == ensemble(*base.members).fingerprint
     others = [
         ensemble(*base.members, method="gac"),

@@ -29,7 +29,7 @@ ITEMS = {f"Item {n:02}?": " ".join(f"word{n * 37 + k}" for k in range(12)) for n
 
 @pytest.fixture
 def items():
-    ensemble = scripted_ensemble(ITEMS)
+    ensemble = scripted_ensemble(ITEMS, lookahead=5, lookup=False)
     before_forwards(ensemble, lambda: time.sleep(0.002))  # as a model does: so threads find together under any load
     return ensemble
 

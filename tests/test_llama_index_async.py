@@ -111,7 +111,7 @@ async def test_a_cancelled_task_stops_decoding_within_a_round(method):
     reached = gate.num_forwards
     gate.open.set()
     await until(lambda: num_requests(model) == 0)
-    assert gate.num_forwards - reached <= model.load().config.lookahead  # what is left of the round
+    assert gate.num_forwards - reached <= 16  # what is left of the round: the longest draft
     assert text_of((await all_of(model, method, QUESTION))[-1]) == VERIFIED
 
 

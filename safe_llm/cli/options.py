@@ -87,7 +87,17 @@ class EnsembleFlags:
     ] = None
     lookup: Annotated[
         bool | None,
-        _ensemble("Guess text that has occurred before; changes no answer.", "--lookup/--no-lookup", default="on"),
+        _ensemble(
+            "Guess text that has occurred before; changes no greedy answer.", "--lookup/--no-lookup", default="on"
+        ),
+    ] = None
+    run_ahead: Annotated[
+        bool | None,
+        _ensemble(
+            "Draft on while verifiers check; changes no greedy answer.",
+            "--run-ahead/--no-run-ahead",
+            default="if a verifier is on another device",
+        ),
     ] = None
     max_batch_size: Annotated[int | None, _ensemble("Most requests decoded at once.", default=16)] = None
 
