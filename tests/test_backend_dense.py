@@ -76,6 +76,21 @@ def test_dense_device_path_agrees_with_host_path():
         np.testing.assert_array_equal(host, device)
 
 
+def test_dense_device_path_brings_the_best_log_probabilities_along(monkeypatch):
+    monkeypatch.setattr(DenseScores, "_host_top1", DenseScores._device_top1)
+    rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)).tolist()
+    plain, scores = (scores_of(rows, plain_symbols(50, end_ids=(3, 5), unusable=(4, 9))) for _ in range(2))
+    best = scores.top1()[0].tolist()
+    asked, chosen = [2, 0, 2], [best[2], best[0], best[2]]
+    np.testing.assert_array_equal(scores.log_probs(asked, chosen), plain.log_probs(asked, chosen))
+    assert scores._log_mass is not None
+    np.testing.assert_array_equal(scores.log_probs([1, 2], [7, 8]), plain.log_probs([1, 2], [7, 8]))
+    for either in (scores, plain):
+        either.forbid_end([0, 1])
+    np.testing.assert_array_equal(scores.log_probs([0, 1], [3, 6]), plain.log_probs([0, 1], [3, 6]))
+    np.testing.assert_array_equal(scores.log_probs([1], [best_now]), plain.log_probs([1], [best_now]))
+
+
 @given(
     st.lists(st.sampled_from([-INF, -1.0, 0.0, 1.0, 2.0]), min_size=1, max_size=90).map(lambda x: [x, x[::-1]]),
     st.integers(1, 95),

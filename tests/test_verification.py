@@ -225,3 +225,27 @@ def test_best_tokens_are_looked_up_in_detail_only(monkeypatch):
 def test_best_tokens_change_no_verdict():
     brief, full = (detailed_decisions(figure_3(), detailed=detailed) for detailed in (False, True))
     assert [(d.token, d.outcome) for d in brief] == [(d.token, d.outcome) for d in full]
+
+
+def test_confirmed_token_does_not_end_the_round():
+    unsure = {1: {"x": 0.1}, 3: {"y": 0.1}}
+    drafter = member("D", [], chain(*zip("abcde", (0.9, 0.45, 0.9, 0.45, 0.9), strict=True), extra=unsure))
+    other = {1: {"x": 0.3}, 3: {"y": 0.3}}
+    verifier = member("V", [], chain(*zip("abcde", (0.9, 0.25, 0.9, 0.25, 0.9), strict=True), extra=other))
+    rounds, points = run([drafter, verifier])
+    assert [d.outcome for d in rounds[0].decisions] == ["c1", "confirmed", "c1", "confirmed", "c1", "c1"]
+    assert rounds[0].committed == b"abcde"
+    assert len(rounds) == 1
+    assert [(p.position, p.drafted, p.chosen, p.byte_offset) for p in points] == [
+        (1, b"b", b"b", 1),
+        (3, b"d", b"d", 3),
+    ]
+
+
+def test_points_behind_the_end_of_an_answer_are_not_reported():
+    # the draft goes on behind the stop string, and the ensemble would act there
+    drafter = member("D", [], chain(*zip("abcde", (0.9, 0.9, 0.9, 0.45, 0.9), strict=True), extra={3: {"y": 0.1}}))
+    verifier = member("V", [], chain(*zip("abcde", (0.9, 0.9, 0.9, 0.25, 0.9), strict=True), extra={3: {"y": 0.3}}))
+    result = ensemble(drafter, verifier, lookahead=8).generate(PROMPT, stop="c")
+    assert (result.text, result.points) == ("ab", ())
+    assert "confirmed" not in result.counters.outcomes

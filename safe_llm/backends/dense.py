@@ -62,6 +62,7 @@ class DenseScores:
             self._logits[:, columns.end_id] = mass
         self._logits.index_fill_(1, columns.hidden, -_INF)
         self._top1: tuple[IntArray, npt.NDArray[np.bool_]] | None = None
+        self._best_log_probs: FloatArray | None = None  # came with top1, on a GPU
         self._log_mass: torch.Tensor | None = None
 
     def __len__(self) -> int:
@@ -76,6 +77,10 @@ class DenseScores:
 
     def log_probs(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
         """Return log P(ids[i]) at positions[i] under the full softmax, float64 [P]."""
+        if self._top1 is not None and self._best_log_probs is not None:
+            asked = np.asarray(positions, dtype=np.int64)
+            if np.array_equal(self._top1[0][asked], ids):
+                return self._best_log_probs[asked]
         rows, columns = self._indices(positions, ids)
         logits = self._logits[rows, columns].double()
         return cast(FloatArray, _host(logits - self._log_masses()[rows]))
@@ -111,7 +116,7 @@ class DenseScores:
         ends = self._logits[rows, self._end_id]
         self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], ends)
         self._logits[rows, self._end_id] = -_INF
-        self._top1 = self._log_mass = None
+        self._top1 = self._best_log_probs = self._log_mass = None
 
     @torch.inference_mode()
     def restrict(self, positions: Sequence[int], allowed: npt.NDArray[np.bool_]) -> None:
@@ -122,7 +127,7 @@ class DenseScores:
         hidden = _row_max(logits.masked_fill(kept, -_INF))  # a NaN among them still fails the position
         self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], hidden)
         self._logits[rows] = logits.masked_fill(~kept, -_INF)
-        self._top1 = self._log_mass = None
+        self._top1 = self._best_log_probs = self._log_mass = None
 
     def dense(self, positions: Sequence[int]) -> torch.Tensor:
         """Return a copy of the full rows, float32 [P, W], on the logits' device."""
@@ -141,7 +146,10 @@ class DenseScores:
 
     def _device_top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         values, ids = self._logits.max(dim=1)
-        best, best_ids, hidden = _host(torch.stack([values, ids.float(), self._hidden_max]))
+        # float64 holds ids and float32 values exactly; the log-probabilities are asked for next, and cost no transfer
+        log_probs = values.double() - self._log_masses()
+        columns = torch.stack([values.double(), ids.double(), self._hidden_max.double(), log_probs])
+        best, best_ids, hidden, self._best_log_probs = _host(columns).astype(np.float64)
         return best_ids.astype(np.int64), np.isfinite(best) & (hidden < _INF)
 
     def _log_masses(self) -> torch.Tensor:
