@@ -88,6 +88,7 @@ def test_dense_device_path_brings_the_best_log_probabilities_along(monkeypatch):
     for either in (scores, plain):
         either.forbid_end([0, 1])
     np.testing.assert_array_equal(scores.log_probs([0, 1], [3, 6]), plain.log_probs([0, 1], [3, 6]))
+    best_now = int(scores.top1()[0][1])
     np.testing.assert_array_equal(scores.log_probs([1], [best_now]), plain.log_probs([1], [best_now]))
 
 
