@@ -72,6 +72,10 @@ class Replay:
     def rollback(self, row: int, length: int) -> None:
         del self._offsets[row][length:]
 
+    def share(self, row: int, source: int, length: int) -> int:
+        self._offsets[row] = self._offsets[source][:length]
+        return length
+
     def forward(self, feeds: list[Feed]) -> DenseScores:
         started = time.perf_counter()
         table = self._background.repeat(sum(feed.keep for feed in feeds), 1)

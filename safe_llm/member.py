@@ -20,6 +20,9 @@ from safe_llm.vocabulary import Vocabulary
 
 __all__ = ["Member", "Session", "Want"]
 
+# A pass over fewer ids costs hardly more than the pass over one id that is due anyway: there is nothing to save.
+_MIN_SHARED = 32
+
 
 @dataclass(slots=True)
 class Session:
@@ -30,12 +33,14 @@ class Session:
         tokens: Prompt ids, then the ids of the generated text.
         prompt_tokens: How many of them are the prompt.
         resident: How many of them the cache holds.
+        reused: How many prompt ids were taken over from another session instead of computed.
     """
 
     row: int
     tokens: list[int]
     prompt_tokens: int
     resident: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,7 @@ class Member:
         self.device = device
         self.num_bytes = num_bytes
         self._grammar_tokenizer: GrammarTokenizer | None = None
+        self._sessions: dict[int, Session] = {}  # open ones by row
 
     @classmethod
     def load(cls, config: MemberConfig, *, device: str | None = None, progress: bool = True) -> Member:
@@ -163,17 +169,37 @@ class Member:
     def open(self, prompt_ids: Sequence[int]) -> Session:
         """Start a session; nothing is computed yet."""
         self.check_prompt(prompt_ids)
-        return Session(self.backend.open(), list(prompt_ids), len(prompt_ids))
+        session = Session(self.backend.open(), list(prompt_ids), len(prompt_ids))
+        self._sessions[session.row] = session
+        return session
 
     def prefill(self, session: Session) -> None:
-        """Bring all but the last prompt id into the cache; the last one goes with the first scores that are wanted."""
+        """Bring all but the last prompt id into the cache; the last one goes with the first scores that are wanted.
+
+        A beginning that another open session holds, as its prompt or its answer, is taken over instead of computed.
+        A session whose scores were not finite has to be closed before: its NaN would be taken over too.
+        """
         ids = session.tokens[:-1]
-        if ids:
-            self.backend.forward([Feed(row=session.row, ids=ids)])
+        source, shared = self._longest_shared(ids)
+        if source is not None:
+            session.resident = session.reused = self.backend.share(session.row, source.row, shared)
+        if session.resident < len(ids):
+            self.backend.forward([Feed(row=session.row, ids=ids[session.resident :])])
             session.resident = len(ids)
+
+    def _longest_shared(self, ids: Sequence[int]) -> tuple[Session | None, int]:
+        """Return the open session whose cache begins with the most of `ids`, and with how many; None if too few."""
+        source, longest = None, _MIN_SHARED - 1
+        for session in self._sessions.values():
+            held = session.tokens[: session.resident]
+            # the slices spare most sessions the slow comparison
+            if held[: longest + 1] == ids[: longest + 1] and (shared := _common_prefix(held, ids)) > longest:
+                source, longest = session, shared
+        return source, longest
 
     def close(self, session: Session) -> None:
         """Give the session's cache row back."""
+        del self._sessions[session.row]
         self.backend.close(session.row)
 
     def room(self, session: Session, generated: int) -> int:
@@ -206,11 +232,7 @@ class Member:
         session = want.session
         tokens = session.tokens
         at = session.prompt_tokens + want.start
-        same = 0
-        for old, new in zip(tokens[at:], want.tail, strict=False):
-            if old != new:
-                break
-            same += 1
+        same = _common_prefix(tokens[at:], want.tail)
         tokens[at + same :] = want.tail[same:]
         first_kept = session.prompt_tokens + want.first - 1
         session.resident = min(session.resident, at + same, first_kept)
@@ -229,3 +251,13 @@ class Member:
         self.backend.rollback(session.row, known)
         session.resident = known
         return scores
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many ids two sequences have in common at their beginnings."""
+    same = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same

@@ -242,10 +242,12 @@ class Usage:
     Attributes:
         prompt_tokens: Length of the prompt as the drafter reads it, control tokens included.
         completion_tokens: Generated tokens that were committed, an END included, also those a stop string cut off.
+        cached_tokens: Prompt tokens that were not computed, since another request had them in the cache.
     """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

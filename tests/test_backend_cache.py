@@ -15,6 +15,7 @@ from safe_llm.backends import hf
 from safe_llm.backends.base import Feed
 from safe_llm.backends.hf import HFBackend
 from safe_llm.backends.slots import SlotCache, SlotPass
+from safe_llm.errors import MemberError
 from safe_llm.testing import plain_symbols
 
 WIDTH = 64
@@ -122,6 +123,33 @@ def test_cache_ragged_rows_with_rollbacks_past_the_window_equal_uncached(name):
         assert_same(backend.forward([Feed(row=rows[3], ids=[token])]), [uncached(model, texts[3], 1)])
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_cache_rows_that_share_a_beginning_equal_uncached(name):
+    # past the window; between other rows; after the source has moved into another slot
+    backend = tiny_backend(name)
+    model = backend._model
+    rng = np.random.default_rng(5)
+    text, tails = rng.integers(3, WIDTH, 40).tolist(), rng.integers(3, WIDTH, (3, 12)).tolist()
+    stranger, source = backend.open(), backend.open()
+    backend.forward([Feed(row=stranger, ids=[5, 6, 7]), Feed(row=source, ids=text)])
+    takers = [backend.open(), backend.open(), backend.open()]
+    assert backend.share(takers[0], source, 30) == 30
+    backend.close(stranger)  # the last row moves into its slot
+    backend.rollback(source, 35)
+    shared = [30, 33, 5]
+    for taker, length in zip(takers[1:], shared[1:], strict=True):
+        backend.share(taker, source, length)
+    wanted = [text[:n] + tail for n, tail in zip(shared, tails, strict=True)]
+    feeds = [Feed(row=row, ids=tail, keep=12) for row, tail in zip(takers, tails, strict=True)]
+    assert_same(
+        backend.forward([*feeds, Feed(row=source, ids=[9])]),
+        [uncached(model, w, 12) for w in wanted] + [uncached(model, [*text[:35], 9], 1)],
+    )
+    backend.close(source)
+    feeds = [Feed(row=row, ids=[8]) for row in takers]
+    assert_same(backend.forward(feeds), [uncached(model, [*w, 8], 1) for w in wanted])
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3"])
 def test_cache_long_prompt_in_chunks_equals_uncached(name, monkeypatch):
     monkeypatch.setattr(hf, "_CHUNK", 16)
@@ -201,6 +229,42 @@ def test_cache_left_over_nan_does_not_reach_the_next_rows():
     assert_same(scores, [uncached(backend._model, t, 1) for t in ([3] * 12 + [4, 5], [6, 7], [6, 7])])
 
 
+def test_cache_sharing_without_memory_is_an_error_that_changes_no_row(monkeypatch):
+    backend = tiny_backend("llama")
+    source = backend.open()
+    backend.forward([Feed(row=source, ids=[3, 4, 5])])
+    row = backend.open()
+
+    def resized(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("safe_llm.backends.slots._resized", resized)
+        with pytest.raises(MemberError, match="OutOfMemoryError") as caught:
+            backend.share(row, source, 2)
+    assert "fewer rows" in caught.value.hint
+    assert [backend.length(r) for r in (source, row)] == [3, 0]
+    assert backend.share(row, source, 2) == 2
+
+
+def test_cache_shared_nan_does_not_outlive_the_rows():
+    backend = tiny_backend("llama")
+    weight = backend._model.get_input_embeddings().weight
+    other, poisoned, taker = (backend.open() for _ in range(3))
+    good = weight[7].clone()
+    with torch.no_grad():
+        weight[7] = float("nan")
+    backend.forward([Feed(row=poisoned, ids=[7] * 20), Feed(row=other, ids=[5] * 25)])
+    backend.share(taker, poisoned, 20)
+    with torch.no_grad():
+        weight[7] = good
+    backend.close(poisoned)
+    backend.close(taker)
+    late = [backend.open(), backend.open()]
+    scores = backend.forward([Feed(row=row, ids=[6, 7]) for row in (other, *late)])
+    assert_same(scores, [uncached(backend._model, text, 1) for text in ([5] * 25 + [6, 7], [6, 7], [6, 7])])
+
+
 def test_cache_left_over_nan_does_not_reach_the_row_that_moves_in():
     backend = tiny_backend("llama")
     weight = backend._model.get_input_embeddings().weight
@@ -236,6 +300,15 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def open(self):
         self.rows[self.backend.open()] = []
+
+    @precondition(lambda self: 0 < len(self.rows) < 5)
+    @rule(data=st.data())
+    def share(self, data):
+        source = data.draw(st.sampled_from(list(self.rows)))
+        length = data.draw(st.integers(0, len(self.rows[source])))
+        row = self.backend.open()
+        assert self.backend.share(row, source, length) == length
+        self.rows[row] = self.rows[source][:length]
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())

@@ -142,6 +142,21 @@ class Backend(Protocol):
         """Forget all but the first `length` ids of a row, any depth, O(1)."""
         ...
 
+    def share(self, row: int, source: int, length: int) -> int:
+        """Let an empty row take over the first `length` ids of another open row, without a forward pass.
+
+        Costs a copy at most. The rows are independent afterwards. A backend that cannot, or whose server caches
+        prefixes by itself, returns 0.
+
+        Returns:
+            How many ids the row holds now, at most `length`; the caller feeds the others.
+
+        Raises:
+            ValueError: The row is not empty, or the source holds fewer ids. No row has changed.
+            MemberError: There is no memory for it. No row has changed.
+        """
+        ...
+
     def forward(self, feeds: Sequence[Feed]) -> Scores:
         """Append each feed's ids to its row (a row at most once) and return the kept positions' scores.
 

@@ -123,13 +123,21 @@ class HFBackend:
         """Forget all but the first `length` ids of a row."""
         self._cache.rollback(row, length)
 
+    def share(self, row: int, source: int, length: int) -> int:
+        """Copy the keys and values of the first `length` ids of another row; they must have been finite."""
+        try:
+            self._cache.share(row, source, length)
+        except torch.OutOfMemoryError as error:
+            raise self._failed(error, "copying a prompt's keys and values") from error
+        return length
+
     def forward(self, feeds: Sequence[Feed]) -> DenseScores:
         """Append the feeds' ids; see `Backend.forward`. Feeds of up to 32 ids share a pass, longer ones run alone."""
         self._check(feeds)
         try:
             logits = self._logits(feeds)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._failed(error, "its forward pass") from error
         for feed in feeds:
             self._cache.advance(feed.row, len(feed.ids))
         return self.scores(logits)
@@ -158,15 +166,15 @@ class HFBackend:
                     hint="its tokenizer does not belong to its weights",
                 )
 
-    def _failed(self, error: Exception) -> MemberError:
-        """Free what a failed pass holds, also through its traceback, and return the error to raise."""
+    def _failed(self, error: Exception, what: str) -> MemberError:
+        """Free what `what` held when it failed, also through its traceback, and return the error to raise."""
         traceback.clear_frames(error.__traceback__)
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
             self._cache.shrink()
             torch.cuda.empty_cache()
         hint = "use fewer rows, shorter prompts or a smaller max_context" if out_of_memory else ""
-        return MemberError(self.name, f"its forward pass raised {type(error).__name__}", hint=hint)
+        return MemberError(self.name, f"{what} raised {type(error).__name__}", hint=hint)
 
     @torch.inference_mode()
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:

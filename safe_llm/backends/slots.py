@@ -129,8 +129,8 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not 
 class SlotCache(Cache):  # type: ignore[misc]
     """Cache of any number of rows that come, grow, shrink and go independently.
 
-    A pass is: `begin`, call the model, `advance` each row. Only `advance` and `rollback` change
-    lengths, so that a pass that fails in between has no effect.
+    A pass is: `begin`, call the model, `advance` each row. Only `advance`, `rollback` and `share`
+    change lengths, so that a pass that fails in between has no effect.
 
     Attributes:
         current: The pass that the model's calls of `update` belong to.
@@ -212,17 +212,25 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._lengths[self._slots[row]] = length
 
     @torch.inference_mode()
+    def share(self, row: int, source: int, length: int) -> None:
+        """Copy the first `length` positions of an open row to an empty one.
+
+        Raises:
+            ValueError: The row is not empty, or the source does not hold as many.
+        """
+        held, given = self.length(row), self.length(source)
+        if held or not 0 <= length <= given:
+            raise ValueError(f"cannot give a row of {held} ids the first {length} ids of a row of {given}")
+        target = self._slots[row]
+        self._reserve(target, target + 1, length)
+        for layer in self.layers:
+            layer.copy_slot(self._slots[source], target, length)
+        self._lengths[target] = length
+
+    @torch.inference_mode()
     def begin(self, now: SlotPass, end: int) -> None:
         """Make room for a pass that writes below position `end`, and make it the current one."""
-        slots, capacity = self.num_slots, self.capacity
-        if len(self._rows) > slots:
-            slots = _power_of_two(len(self._rows))
-        if end > capacity:
-            capacity = max(end, min(_power_of_two(max(end, _MIN_CAPACITY)), self._max_length))
-        if (slots, capacity) != (self.num_slots, self.capacity):
-            self._resize(slots, capacity)
-        for slot in range(now.first, now.stop):
-            self._written[slot] = max(self._written[slot], end)
+        self._reserve(now.first, now.stop, end)
         self.current = now
 
     @torch.inference_mode()
@@ -245,6 +253,18 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Write a layer's new keys and values, return all that it attends to. Called by the model."""
         keys, values = self.layers[layer_idx].update(key_states, value_states)
         return keys, values
+
+    def _reserve(self, first: int, stop: int, end: int) -> None:
+        """Have memory for all rows, since the slots `first` to `stop` are about to be written below position `end`."""
+        slots, capacity = self.num_slots, self.capacity
+        if len(self._rows) > slots:
+            slots = _power_of_two(len(self._rows))
+        if end > capacity:
+            capacity = max(end, min(_power_of_two(max(end, _MIN_CAPACITY)), self._max_length))
+        if (slots, capacity) != (self.num_slots, self.capacity):
+            self._resize(slots, capacity)
+        for slot in range(first, stop):
+            self._written[slot] = max(self._written[slot], end)
 
     def _resize(self, slots: int, capacity: int) -> None:
         used = min(len(self._rows), self.num_slots)

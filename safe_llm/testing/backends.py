@@ -82,6 +82,14 @@ class ScriptedBackend:
             raise ValueError(f"cannot roll a row of {len(held)} ids back to {length}")
         self._rows[row] = held[:length]
 
+    def share(self, row: int, source: int, length: int) -> int:
+        """Take over the first `length` ids of another row."""
+        held, given = self._rows[row], self._rows[source]
+        if held or not 0 <= length <= len(given):
+            raise ValueError(f"cannot give a row of {len(held)} ids the first {length} ids of a row of {len(given)}")
+        self._rows[row] = given[:length]
+        return length
+
     def forward(self, feeds: Sequence[Feed]) -> DenseScores:
         """Append the feeds' ids and return the scripted scores of the kept positions."""
         self.calls.append(tuple(Feed(row=feed.row, ids=tuple(feed.ids), keep=feed.keep) for feed in feeds))

@@ -101,6 +101,54 @@ class BackendConformance:
             self.backend.close(row)
         np.testing.assert_allclose(self._fresh(self.texts[0]), self._fresh(self.texts[0]), atol=self.atol)
 
+    # ------------------------------------------------------------------ shared beginnings
+
+    def test_shared_beginning_of_any_length_equals_a_fresh_row(self) -> None:
+        """What is taken over need not be fed, and no pass is run for it."""
+        text, other = self.texts[0], self.texts[2]
+        source, neighbour = self.backend.open(), self.backend.open()
+        self.backend.forward([Feed(row=source, ids=text), Feed(row=neighbour, ids=other)])
+        for length in range(len(text) + 1):
+            row = self.backend.open()
+            passes = self.backend.num_forwards
+            taken = self.backend.share(row, source, length)
+            assert self.backend.num_forwards == passes
+            assert 0 <= taken <= length
+            assert self.backend.length(row) == taken
+            whole = text[:length] + other[:3]
+            found = self._all_logits(self.backend.forward([Feed(row=row, ids=whole[taken:], keep=3)]))
+            np.testing.assert_allclose(found, self._fresh(whole, 3), atol=self.atol)
+            self.backend.close(row)
+
+    def test_rows_that_shared_go_their_own_ways(self) -> None:
+        """Growing, rolling back or closing one changes nothing of the other, whichever it is."""
+        text, more = self.texts[0], self.texts[2]
+        for first_is_source in (True, False):
+            source, taker = self.backend.open(), self.backend.open()
+            self.backend.forward([Feed(row=source, ids=text)])
+            taken = self.backend.share(taker, source, 10)
+            self.backend.forward([Feed(row=taker, ids=[*text[:10], *more][taken:])])
+            texts = {source: text, taker: [*text[:10], *more]}
+            first, second = (source, taker) if first_is_source else (taker, source)
+            self.backend.rollback(first, 5)
+            self.backend.forward([Feed(row=first, ids=more)])
+            self._agrees(second, texts[second])
+            self._agrees(first, texts[first][:5] + more)
+            self.backend.close(first)
+            self._agrees(second, texts[second])
+            self.backend.close(second)
+
+    def test_sharing_what_is_not_there_is_refused(self) -> None:
+        """The row must be empty, and the source must hold what it gives."""
+        source, row = self.backend.open(), self.backend.open()
+        self.backend.forward([Feed(row=source, ids=self.texts[1])])
+        _raises(ValueError, lambda: self.backend.share(row, source, 5))
+        _raises(ValueError, lambda: self.backend.share(row, source, -1))
+        assert self.backend.length(row) == 0
+        self.backend.forward([Feed(row=row, ids=self.texts[0])])
+        _raises(ValueError, lambda: self.backend.share(row, source, 2))
+        self._agrees(row, self.texts[0])
+
     # ------------------------------------------------------------------ scores
 
     def test_kept_positions_come_in_the_order_of_the_feeds(self) -> None:
@@ -189,6 +237,14 @@ class BackendConformance:
         columns = [*self.ids.tolist(), self.symbols.end_ids[0]]
         positions: Sequence[int] = np.repeat(np.arange(len(scores)), len(columns)).tolist()
         return scores.logits(positions, columns * len(scores)).reshape(len(scores), len(columns))
+
+    def _agrees(self, row: int, text: list[int]) -> None:
+        """Check by two more ids that the row holds `text`; they are forgotten again."""
+        more = self.texts[1][:2]
+        assert self.backend.length(row) == len(text)
+        found = self._all_logits(self.backend.forward([Feed(row=row, ids=more, keep=2)]))
+        self.backend.rollback(row, len(text))
+        np.testing.assert_allclose(found, self._fresh(text + more, 2), atol=self.atol)
 
     def _fresh(self, text: list[int], keep: int = 1) -> FloatArray:
         """Return the last `keep` positions' logits of a text in a row and a call of its own."""
