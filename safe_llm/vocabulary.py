@@ -13,7 +13,7 @@ import json
 import operator
 import re
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -238,10 +238,20 @@ class Vocabulary:
             return low, len(surfaces)
         return low, bisect_left(surfaces, successor[:-1] + bytes([successor[-1] + 1]))
 
-    def exact_range(self, data: bytes) -> tuple[int, int]:
-        """Return the half-open range of `sorted_ids` whose bytes are exactly `data`."""
-        surfaces = self._sorted_surfaces
-        return bisect_left(surfaces, data), bisect_right(surfaces, data)
+    def ids_with(self, data: bytes) -> Sequence[int]:
+        """Return all ids whose bytes are exactly `data`."""
+        if (several := self._twins.get(data)) is not None:
+            return several
+        return [self.ids[data]] if data in self.ids else []
+
+    @functools.cached_property
+    def _twins(self) -> dict[bytes, list[int]]:
+        """Bytes that several ids have, with these ids."""
+        twins: dict[bytes, list[int]] = {}
+        for i, token in enumerate(self.tokens):
+            if token and self.ids[token] != i:
+                twins.setdefault(token, [self.ids[token]]).append(i)
+        return twins
 
     def same_as(self, other: Vocabulary) -> bool:
         """Whether every id means the same in both (padding columns aside): content is compared, not sizes."""

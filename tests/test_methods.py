@@ -290,6 +290,21 @@ def test_prefix_mass_exact_equals_enumeration_of_tokenizations(seed, text, draft
 
 
 @settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.lists(st.one_of(st.text("abc", max_size=6), st.just("ax")), min_size=1, max_size=5),
+    st.text("abc", max_size=6),
+    st.booleans(),
+)
+def test_prefix_masses_of_many_texts_are_those_of_each(seed, texts, drafted, exact):
+    chain, method = Chain(seed), PrefixMass(exact=exact)
+    view = view_on(chain, TOY.encode(drafted.encode()).ids if drafted else [], exact=exact)
+    point = Point(views=(DRAFTER, view), drafted=b"a")
+    masses = method._masses(point, view, [text.encode() for text in texts])
+    assert np.allclose(masses, [method.mass(point, view, text.encode()) for text in texts], atol=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.text("abc", min_size=1, max_size=6))
 def test_prefix_mass_without_extra_passes_is_an_upper_bound(seed, text):
     chain = Chain(seed)
@@ -402,6 +417,15 @@ def test_prefix_mass_of_candidates_excludes_longer_ones():
     assert np.isclose(verifier[b" 52"], 0.8, atol=1e-3)
     assert np.isclose(verifier[b" 49"], 0.1, atol=1e-3)
     assert verifier.get(b" ", 0.0) < 0.1  # nearly all that begins with a space goes on with a number
+
+
+def test_prefix_mass_asks_for_the_drafters_likeliest_beginning_of_each_verifier_token():
+    drafter = Opinion(vocabulary=words(" Correct", "xy", "xz"), probs={b" Correct": 0.6, b"xz": 0.2, b"xy": 0.1})
+    wants = {b" Cor": 0.4, END: 0.3, b"x": 0.2, b" zebra": 0.08}
+    verifier = Opinion(vocabulary=words(" Cor", " zebra"), probs=wants)
+    tokens, texts = PrefixMass(top_k=1, verifier_top_k=4)._candidates(point_of([drafter, verifier]))
+    assert tokens == [b" Correct", END, b"xz", END]  # the likeliest with " Cor" is there already
+    assert texts == [b" zebra"]
 
 
 def test_prefix_mass_of_a_drafter_follows_its_own_draft():

@@ -18,10 +18,11 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "Feed", "FloatArray", "IntArray", "Scores", "Symbols"]
+__all__ = ["Backend", "Feed", "FloatArray", "IntArray", "Ints", "Scores", "Symbols"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+Ints = Sequence[int] | IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +77,19 @@ class Scores(Protocol):
         """
         ...
 
-    def log_probs(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
-        """Return log P(ids[i]) at positions[i] under the full softmax [P]; -inf for an unusable id."""
+    def log_probs(self, positions: Ints, ids: Ints) -> FloatArray:
+        """Return log P(ids[i]) at positions[i] under the full softmax [P]; -inf for an unusable id.
+
+        One position may stand for all ids, which may be many.
+        """
         ...
 
     def top_k(self, positions: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
         """Return ids [P, k] and logits [P, k], best first, ties to the lowest id; k is clipped to the width."""
         ...
 
-    def logits(self, positions: Sequence[int], ids: Sequence[int]) -> FloatArray:
-        """Return the logit of ids[i] at positions[i] [P]; -inf for an unusable id."""
+    def logits(self, positions: Ints, ids: Ints) -> FloatArray:
+        """Return the logit of ids[i] at positions[i] [P]; -inf for an unusable id. One position may stand for all."""
         ...
 
     def forbid_end(self, positions: Sequence[int]) -> None:

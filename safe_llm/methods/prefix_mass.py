@@ -14,9 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
-from safe_llm.backends.base import FloatArray, Scores
+from safe_llm.backends.base import FloatArray, Ints, Scores
 from safe_llm.events import Outcome
 from safe_llm.methods.base import END, MemberView, Merged, Point, best
 from safe_llm.sampling import softmax
@@ -70,13 +69,13 @@ class PrefixMass:
     def merge(self, point: Point) -> Merged:
         """Argmax over the candidates of the weighted mean of exclusive masses."""
         tokens, texts = self._candidates(point)
-        keys, members = self._masses(point, [*tokens, point.span, *texts])
+        keys, members = self._exclusive_masses(point, [*tokens, point.span, *texts])
         weights = np.array([view.weight for view in point.views])
         return replace(best(point, keys, weights @ members, members), drafted=point.span)
 
     def distribution(self, point: Point, temperature: float) -> Mapping[bytes, float]:
         """The weighted mean of exclusive masses of the drafter's tokens, tempered and normalized."""
-        keys, members = self._masses(point, self._candidates(point)[0])
+        keys, members = self._exclusive_masses(point, self._candidates(point)[0])
         weights = np.array([view.weight for view in point.views])
         with np.errstate(divide="ignore"):
             return dict(zip(keys, softmax(np.log(weights @ members), temperature).tolist(), strict=True))
@@ -85,28 +84,32 @@ class PrefixMass:
 
     def mass(self, point: Point, view: MemberView, text: bytes) -> float:
         """Return pi(text): the probability that the member's continuation begins with these bytes."""
-        if text == END or _has_one_tokenizer(point):
-            token_id = view.id_of(text)
-            if token_id is None:
-                return 0.0
-            return float(np.exp(view.scores.log_probs([view.position], [token_id])[0]))
-        path = tuple(view.path) or ((view.scores, view.position),)
-        return min(1.0, self._string_mass(view, text, _Place(path, (), view.following)))
+        return float(self._masses(point, view, [text])[0])
 
-    def _string_mass(self, view: MemberView, text: bytes, place: _Place) -> float:
+    def _masses(self, point: Point, view: MemberView, texts: Sequence[bytes]) -> FloatArray:
+        """Return the mass of each text [U], END's too."""
+        if _has_one_tokenizer(point):
+            tokens = [view.id_of(text) for text in texts]
+            return _sums(view.scores, view.position, [[] if i is None else [i] for i in tokens])
+        path = tuple(view.path) or ((view.scores, view.position),)
+        return np.minimum(1.0, self._string_masses(view, texts, _Place(path, (), view.following)))
+
+    def _string_masses(self, view: MemberView, texts: Sequence[bytes], place: _Place) -> FloatArray:
         vocabulary = view.vocabulary
-        cumulative = _cumulative(view, place)
-        low, high = vocabulary.prefix_range(text)
-        total = float(cumulative[high] - cumulative[low])
-        for length in range(1, len(text)):
-            piece = text[:length]
-            low, high = vocabulary.exact_range(piece)
-            mass = float(cumulative[high] - cumulative[low])
-            if mass > 0.0:
-                following = self._follow(view, piece, place)
-                # unknown: at most 1
-                total += mass * (1.0 if following is None else self._string_mass(view, text[length:], following))
-        return total
+        beginnings = dict.fromkeys(text[:n] for text in texts for n in range(1, len(text)))
+        pieces = [piece for piece in beginnings if piece in vocabulary.ids]
+        groups = [_ids_of_beginning(view, text) for text in texts]
+        sums = _sums(*place.path[0], [*groups, *map(vocabulary.ids_with, pieces)])
+        masses, mass_of = sums[: len(texts)], dict(zip(pieces, sums[len(texts) :].tolist(), strict=True))
+        for piece in pieces:
+            following = self._follow(view, piece, place) if mass_of[piece] > 0.0 else None
+            if following is not None:
+                longer = [i for i, text in enumerate(texts) if len(text) > len(piece) and text.startswith(piece)]
+                rests = [texts[i][len(piece) :] for i in longer]
+                masses[longer] += mass_of.pop(piece) * self._string_masses(view, rests, following)
+        # what follows on the other pieces is not known: at most all of it
+        masses += [sum(mass_of.get(text[:n], 0.0) for n in range(1, len(text))) for text in texts]
+        return masses
 
     def _follow(self, view: MemberView, piece: bytes, place: _Place) -> _Place | None:
         """Where the member stands after one more token with these bytes, if its scores there are known."""
@@ -122,14 +125,14 @@ class PrefixMass:
 
     # ------------------------------------------------------------------ candidates
 
-    def _masses(self, point: Point, candidates: Sequence[bytes]) -> tuple[list[bytes], FloatArray]:
+    def _exclusive_masses(self, point: Point, candidates: Sequence[bytes]) -> tuple[list[bytes], FloatArray]:
         """Return the candidates [U] that the drafter can write, and each member's exclusive mass of them [M, U].
 
         A candidate's mass includes that of every longer one which starts with it, so short ones would always win. The
         exclusive mass is what is left of it without them: the candidates are then events that exclude each other.
         """
         keys = [key for key in dict.fromkeys(candidates) if point.spellable(key)]
-        masses = np.array([[self.mass(point, view, key) for key in keys] for view in point.views])
+        masses = np.stack([self._masses(point, view, keys) for view in point.views])
         if _has_one_tokenizer(point):
             return keys, masses  # tokens exclude each other as they are
         members = masses.copy()
@@ -143,9 +146,12 @@ class PrefixMass:
         The first are its own best, and its likeliest that start with a best token of a verifier; the second are such
         tokens of verifiers that it has none for.
         """
-        tokens, texts = point.drafter.top(self.top_k)[0], []
+        best = point.drafter.top(self.top_k)[0]
+        tokens, texts = [*best], []
         for view in point.verifiers:
             for token in view.top(self.verifier_top_k)[0]:
+                if token != END and any(key.startswith(token) for key in best):
+                    continue  # the drafter's likeliest is among its best
                 likeliest = END if token == END else _likeliest_with_prefix(point.drafter, token)
                 if likeliest is None:
                     texts.append(token)
@@ -182,10 +188,9 @@ def _would_go_on(view: MemberView) -> bool:
     surface = view.vocabulary.surface(view.following[-1]) if view.following else END
     if surface == END:
         return False
-    cumulative = _cumulative(view, _Place(view.path[len(view.following) - 1 :], (), ()))
-    low, high = view.vocabulary.prefix_range(surface)
-    first, last = view.vocabulary.exact_range(surface)
-    return bool(cumulative[high] - cumulative[low] > 2 * (cumulative[last] - cumulative[first]))
+    scores, position = view.path[len(view.following) - 1]
+    longer, last = _sums(scores, position, [_ids_of_beginning(view, surface), view.vocabulary.ids_with(surface)])
+    return bool(longer > 2 * last)
 
 
 def _longest_prefixes(keys: Sequence[bytes]) -> list[tuple[int, int]]:
@@ -200,18 +205,22 @@ def _longest_prefixes(keys: Sequence[bytes]) -> list[tuple[int, int]]:
     return found
 
 
-def _cumulative(view: MemberView, place: _Place) -> FloatArray:
-    """Cumulative probability over the byte-sorted vocabulary [S + 1], float64: a range's mass is one difference."""
-    scores, position = place.path[0]
-    key = ("cumulative", id(scores), position)
-    if key not in view.memo:
-        logits = scores.dense([position])[0]
-        order = torch.from_numpy(view.vocabulary.sorted_ids).to(logits.device)
-        sums = torch.softmax(logits.double(), dim=-1)[order].cumsum(0)
-        # the scores are kept with the sums, so that their id() cannot be reused meanwhile
-        view.memo[key] = scores, np.concatenate([[0.0], sums.cpu().numpy()])
-    sums_of: FloatArray = view.memo[key][1]
-    return sums_of
+def _ids_of_beginning(view: MemberView, text: bytes) -> Ints:
+    """The tokens that start with `text`; END's for END."""
+    if text != END:
+        low, high = view.vocabulary.prefix_range(text)
+        return view.vocabulary.sorted_ids[low:high]
+    end_id = view.vocabulary.symbols.end_id
+    return [] if end_id is None else [end_id]
+
+
+def _sums(scores: Scores, position: int, groups: Sequence[Ints]) -> FloatArray:
+    """Return the probability of each group of ids at a position [G], all by one look-up."""
+    sizes = np.array([len(group) for group in groups])
+    ids = np.concatenate(groups, dtype=np.int64, casting="unsafe")  # an empty list has no integers
+    probs = np.exp(np.append(scores.log_probs([position], ids), -np.inf))  # a last group may be empty
+    sums: FloatArray = np.add.reduceat(probs, sizes.cumsum() - sizes)
+    return np.where(sizes, sums, 0.0)
 
 
 def _likeliest_with_prefix(drafter: MemberView, prefix: bytes) -> bytes | None:
@@ -220,5 +229,5 @@ def _likeliest_with_prefix(drafter: MemberView, prefix: bytes) -> bytes | None:
     if low == high:
         return None
     ids = drafter.vocabulary.sorted_ids[low:high]
-    logits = drafter.scores.dense([drafter.position])[0][torch.from_numpy(ids)].cpu().numpy()
+    logits = drafter.scores.logits([drafter.position], ids)
     return drafter.key(int(ids[logits == logits.max()].min()))

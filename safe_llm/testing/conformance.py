@@ -177,6 +177,9 @@ class BackendConformance:
             np.testing.assert_array_equal(ids, np.argsort(-logits, kind="stable"))
             np.testing.assert_array_equal(top, logits[ids])
             assert ids[0] == best[position]
+            # one position for all ids, which may be an array
+            np.testing.assert_array_equal(scores.logits([position], np.array(every)), logits)
+            np.testing.assert_allclose(scores.log_probs([position], np.array(every)), log_probs, rtol=1e-12)
         if self.backend.has_dense_scores:
             dense = scores.dense(positions).cpu().numpy()
             wanted = [scores.logits([position] * len(every), every) for position in positions]
