@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_llm.backends.base import Symbols
-from safe_llm.backends.dense import DenseScores, SymbolColumns
+from safe_llm.backends.dense import DenseScores, SymbolColumns, _log_mass, _top_k
 from safe_llm.testing import plain_symbols
 
 INF, NAN = float("inf"), float("nan")
@@ -116,10 +116,44 @@ def test_dense_top_k_of_a_large_vocabulary_of_few_values():
     assert ids.tolist() == [[19999, *threes[:39]]] * 2
 
 
+@pytest.mark.parametrize("width", [128 * 26, 128 * 27 + 5, 20_000])
+def test_dense_top_k_of_long_rows_is_the_librarys(width):
+    # in blocks; the rest behind the last whole block holds the best of the second row
+    rows = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
+    rows[1, -1] = 9.0
+    rows[2, 300:330] = torch.arange(30) + 9.0  # all of the best are in one or two blocks
+    rows[0, :100] = -INF
+    for found, wanted in zip(_top_k(rows, 26), rows.topk(26, dim=1), strict=True):
+        assert torch.equal(found, wanted)
+    scores = scores_of(rows.tolist())
+    np.testing.assert_array_equal(scores.top_k([2, 1], 10)[0], rows[[2, 1]].topk(10, dim=1)[1])
+    assert _top_k(rows.to("meta"), 26)[0].shape == (3, 26)
+
+
+def test_dense_normalisers_are_computed_once_and_follow_what_is_masked():
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    scores = scores_of(rows.tolist(), plain_symbols(50, end_ids=(4,)))
+    wanted = rows.double().log_softmax(1).numpy()
+    np.testing.assert_allclose(scores.log_probs([1], range(50)), wanted[1], rtol=1e-6)
+    assert sorted(scores._log_mass) == [1]
+    np.testing.assert_allclose(
+        scores.log_probs([2, 0, 1, 2], [3, 4, 5, 6]), wanted[[2, 0, 1, 2], [3, 4, 5, 6]], rtol=1e-6
+    )
+    allowed = np.zeros((1, 50), dtype=bool)
+    allowed[0, :2] = True
+    scores.forbid_end([0])
+    scores.restrict([2], allowed)
+    without_end = rows[0].index_fill(0, torch.tensor([4]), -INF).double().log_softmax(0)
+    np.testing.assert_allclose(scores.log_probs([0], [7]), without_end[7:8], rtol=1e-6)
+    np.testing.assert_allclose(scores.log_probs([2], [0, 1]), rows[2, :2].double().log_softmax(0), rtol=1e-6)
+    assert _log_mass(torch.zeros(2, 5, device="meta")).shape == (2,)
+
+
 def test_dense_top_k_of_a_row_with_nan_does_not_crash():
     row = [0.0] * 60
     row[40] = NAN
     assert scores_of([row]).top_k([0], 3)[0].shape == (1, 3)
+    assert scores_of([row * 100]).top_k([0], 3)[0].shape == (1, 3)
 
 
 def test_dense_probabilities_are_float64_from_float32_logits():

@@ -17,6 +17,7 @@ __all__ = ["DenseScores", "SymbolColumns"]
 _INF = float("inf")
 # top_k takes this many more than asked for, so that a tie at the boundary is usually seen whole.
 _TIE_MARGIN = 16
+_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +47,8 @@ class SymbolColumns:
 class DenseScores:
     """`Scores` over logits [N, W] of any float type, on any device.
 
-    Takes the logits over: they are cast to float32 once and changed in place. Nothing is normalised over the
-    vocabulary until a probability is asked for. Every method makes one transfer to the host.
+    Takes the logits over: they are cast to float32 once and changed in place. A position is normalised over the
+    vocabulary when a probability there is first asked for. Every method makes one transfer to the host.
     """
 
     @torch.inference_mode()
@@ -62,7 +63,7 @@ class DenseScores:
             self._logits[:, columns.end_id] = mass
         self._logits.index_fill_(1, columns.hidden, -_INF)
         self._top1: tuple[IntArray, npt.NDArray[np.bool_]] | None = None
-        self._log_mass: torch.Tensor | None = None
+        self._log_mass: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         """Return N."""
@@ -76,21 +77,21 @@ class DenseScores:
 
     def log_probs(self, positions: Ints, ids: Ints) -> FloatArray:
         """Return log P(ids[i]) at positions[i] under the full softmax, float64 [P]."""
-        logits, rows = self._picked(positions, ids)
-        return cast(FloatArray, _host(logits.double() - self._log_masses()[rows]))
+        logits = self._picked(positions, ids)
+        return cast(FloatArray, _host(logits.double() - self._log_masses(positions)))
 
     def logits(self, positions: Ints, ids: Ints) -> FloatArray:
         """Return the logit of ids[i] at positions[i], float64 [P]."""
-        return cast(FloatArray, _host(self._picked(positions, ids)[0]).astype(np.float64))
+        return cast(FloatArray, _host(self._picked(positions, ids)).astype(np.float64))
 
     def top_k(self, positions: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
         """Return ids [P, k] and logits [P, k], best first, ties to the lowest id."""
         width = self._logits.shape[1]
         k = min(k, width)
-        rows = self._logits[self._indices(positions)[0]]
+        rows = self._rows(positions)
         taken = min(width, k + _TIE_MARGIN)
         # Ids are exact in float32 (W < 2**24), so that values and ids travel together.
-        values, ids = _host(torch.stack([part.float() for part in rows.topk(taken, dim=1)])).astype(np.float64)
+        values, ids = _host(torch.stack([part.float() for part in _top_k(rows, taken)])).astype(np.float64)
         order = np.lexsort((ids, -values), axis=-1)[:, :k]
         best_ids = np.take_along_axis(ids, order, axis=1).astype(np.int64)
         best = np.take_along_axis(values, order, axis=1)
@@ -109,7 +110,7 @@ class DenseScores:
         ends = self._logits[rows, self._end_id]
         self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], ends)
         self._logits[rows, self._end_id] = -_INF
-        self._top1 = self._log_mass = None
+        self._forget()
 
     @torch.inference_mode()
     def restrict(self, positions: Sequence[int], allowed: npt.NDArray[np.bool_]) -> None:
@@ -120,20 +121,25 @@ class DenseScores:
         hidden = _row_max(logits.masked_fill(kept, -_INF))  # a NaN among them still fails the position
         self._hidden_max[rows] = torch.maximum(self._hidden_max[rows], hidden)
         self._logits[rows] = logits.masked_fill(~kept, -_INF)
-        self._top1 = self._log_mass = None
+        self._forget()
 
     def dense(self, positions: Sequence[int]) -> torch.Tensor:
         """Return a copy of the full rows, float32 [P, W], on the logits' device."""
         return self._logits[self._indices(positions)[0]]
 
-    def _picked(self, positions: Ints, ids: Ints) -> tuple[torch.Tensor, torch.Tensor | int]:
-        """Return the logits of ids[i] at positions[i] [P], and the positions as an index of rows."""
+    def _picked(self, positions: Ints, ids: Ints) -> torch.Tensor:
+        """Return the logits of ids[i] at positions[i] [P]."""
         if len(positions) == 1:
             # 4 times faster than an index of two dimensions where there are many ids
-            row = int(positions[0])
-            return self._logits[row].index_select(0, self._indices(ids)[0]), row
+            return self._logits[int(positions[0])].index_select(0, self._indices(ids)[0])
         rows, columns = self._indices(positions, ids)
-        return self._logits[rows, columns], rows
+        return self._logits[rows, columns]
+
+    def _rows(self, positions: Ints) -> torch.Tensor:
+        """Return the full rows [P, W], not to be changed: a single one is no copy."""
+        return (
+            self._logits[int(positions[0])][None] if len(positions) == 1 else self._logits[self._indices(positions)[0]]
+        )
 
     def _indices(self, *parts: Ints) -> torch.Tensor:
         return torch.from_numpy(np.array(parts, dtype=np.int64)).to(self._logits.device, non_blocking=True)
@@ -151,17 +157,45 @@ class DenseScores:
         best, best_ids, hidden = _host(torch.stack([values, ids.float(), self._hidden_max]))
         return best_ids.astype(np.int64), np.isfinite(best) & (hidden < _INF)
 
-    def _log_masses(self) -> torch.Tensor:
-        """Return the log of each position's softmax denominator, float64 [N]; summed in float64."""
-        if self._log_mass is None:
-            peak = self._logits.amax(dim=1, keepdim=True)
-            shifted = self._logits - peak
-            if shifted.device.type == "cpu":
-                np.exp(shifted.numpy(), out=shifted.numpy())  # twice as fast as torch's
-            else:
-                shifted.exp_()
-            self._log_mass = shifted.sum(dim=1, dtype=torch.float64).log() + peak[:, 0].double()
-        return self._log_mass
+    def _log_masses(self, positions: Ints) -> torch.Tensor:
+        """Return the log of the softmax denominator at each of these positions, float64 [P] (each is computed once)."""
+        new = sorted({*map(int, positions)} - self._log_mass.keys())
+        if new:
+            self._log_mass.update(zip(new, _log_mass(self._rows(new)), strict=True))
+        return torch.stack([self._log_mass[int(row)] for row in positions])
+
+    def _forget(self) -> None:
+        """Drop what was derived from logits that have changed."""
+        self._top1 = None
+        self._log_mass.clear()
+
+
+def _log_mass(rows: torch.Tensor) -> torch.Tensor:
+    """Return the log-sum-exp of each row [P, W] -> [P], summed in float64."""
+    peak = rows.amax(dim=1, keepdim=True)
+    shifted = rows - peak
+    if rows.device.type == "cpu":
+        np.exp(shifted.numpy(), out=shifted.numpy())  # twice as fast as torch's
+    else:
+        shifted.exp_()
+    return shifted.sum(dim=1, dtype=torch.float64).log() + peak[:, 0].double()
+
+
+def _top_k(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `rows.topk(k)`; on a CPU 4 times faster where rows are long.
+
+    The k best values of a row are in the k blocks of it whose maxima are the best.
+    """
+    num_rows, width = rows.shape
+    num_blocks = width // _BLOCK
+    if num_blocks <= k or rows.device.type != "cpu":
+        return rows.topk(k, dim=1)
+    whole = num_blocks * _BLOCK
+    blocks = rows[:, :whole].view(num_rows, num_blocks, _BLOCK).amax(dim=2).topk(k, dim=1)[1]
+    columns = (blocks[:, :, None] * _BLOCK + torch.arange(_BLOCK)).flatten(1)
+    columns = torch.cat([columns, torch.arange(whole, width).expand(num_rows, -1)], dim=1)
+    values, places = rows.gather(1, columns).topk(k, dim=1)
+    return values, columns.gather(1, places)
 
 
 def _row_max(columns: torch.Tensor) -> torch.Tensor:
