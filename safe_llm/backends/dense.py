@@ -63,6 +63,7 @@ class DenseScores:
             self._logits[:, columns.end_id] = mass
         self._logits.index_fill_(1, columns.hidden, -_INF)
         self._top1: tuple[IntArray, npt.NDArray[np.bool_]] | None = None
+        self._best_log_probs: FloatArray | None = None  # came with top1, on a GPU
         self._log_mass: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
@@ -77,6 +78,10 @@ class DenseScores:
 
     def log_probs(self, positions: Ints, ids: Ints) -> FloatArray:
         """Return log P(ids[i]) at positions[i] under the full softmax, float64 [P]."""
+        if self._top1 is not None and self._best_log_probs is not None:
+            asked = np.asarray(positions, dtype=np.int64)
+            if np.array_equal(self._top1[0][asked], ids):
+                return self._best_log_probs[asked]
         logits = self._picked(positions, ids)
         return cast(FloatArray, _host(logits.double() - self._log_masses(positions)))
 
@@ -154,7 +159,10 @@ class DenseScores:
 
     def _device_top1(self) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         values, ids = self._logits.max(dim=1)
-        best, best_ids, hidden = _host(torch.stack([values, ids.float(), self._hidden_max]))
+        # float64 holds ids and float32 values exactly; the log-probabilities are asked for next, and cost no transfer
+        log_probs = values.double() - self._log_masses(range(len(self)))
+        columns = torch.stack([values.double(), ids.double(), self._hidden_max.double(), log_probs])
+        best, best_ids, hidden, self._best_log_probs = _host(columns).astype(np.float64)
         return best_ids.astype(np.int64), np.isfinite(best) & (hidden < _INF)
 
     def _log_masses(self, positions: Ints) -> torch.Tensor:
@@ -166,7 +174,7 @@ class DenseScores:
 
     def _forget(self) -> None:
         """Drop what was derived from logits that have changed."""
-        self._top1 = None
+        self._top1 = self._best_log_probs = None
         self._log_mass.clear()
 
 
