@@ -278,6 +278,7 @@ class Row:
             usage=Usage(
                 prompt_tokens=0 if self.session is None else self.session.prompt_tokens,
                 completion_tokens=self._num_tokens,
+                cached_tokens=0 if self.session is None else self.session.reused,
             ),
             points=points,
             counters=self._counters(members),
