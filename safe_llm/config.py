@@ -54,6 +54,8 @@ class MemberConfig(_Strict):
         device: `cpu`, `cuda:1`, ...; None spreads the members over the GPUs, one each, or takes the CPU.
         device_map: accelerate's device map (`auto` splits one model over several devices); excludes `device`.
         max_context: Lower the context window, in tokens.
+        cuda_graphs: Replay passes over few tokens as CUDA graphs. Off, since nobody has run it on a GPU yet; the
+            self-check covers it.
         self_check: Compare cached with uncached logits when the model is loaded.
         trust_remote_code: Run code that ships with the model. Off unless you trust its authors.
         template_kwargs: Extra variables for the chat template, for instance {"enable_thinking": False}.
@@ -66,6 +68,7 @@ class MemberConfig(_Strict):
     device: str | None = None
     device_map: str | dict[str, int | str] | None = None
     max_context: int | None = Field(default=None, ge=2)
+    cuda_graphs: bool = False
     self_check: bool = True
     trust_remote_code: bool = False
     template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -138,6 +138,7 @@ class Member:
             name=config.display_name,
             max_context=config.max_context,
             self_check=config.self_check and not verdict.passed,
+            fixed_shapes=config.cuda_graphs,
         )
         if config.self_check:
             verdict.remember()

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from safe_llm.backends.attention import use_packed_attention
 from safe_llm.backends.base import Feed, Symbols
 from safe_llm.backends.dense import DenseScores, SymbolColumns
+from safe_llm.backends.graphs import MOST_TOKENS, CudaCapture, GraphedPasses, bucket_of, kv_bucket_of
 from safe_llm.backends.layers import (
     FULL,
     SLIDING,
@@ -58,6 +59,7 @@ class HFBackend:
         name: str,
         max_context: int | None = None,
         self_check: bool = True,
+        fixed_shapes: bool = False,
     ) -> None:
         """Take over a loaded model: it is put into eval mode, and SDPA attention is exchanged for a faster variant.
 
@@ -67,6 +69,7 @@ class HFBackend:
             name: For errors.
             max_context: Lowers the model's own context length.
             self_check: Compare cached with uncached logits now.
+            fixed_shapes: Pad passes over few tokens to a few shapes; on a GPU they are then replayed as graphs.
 
         Raises:
             UnsupportedModelError: Its state cannot be rolled back, or the self-check failed.
@@ -91,6 +94,10 @@ class HFBackend:
         self._columns: SymbolColumns | None = None
         # Padding tokens of a shared pass are written past the end of a full row too.
         self._cache = SlotCache(self._layers.is_sliding, self.max_context + _MAX_SHARED)
+        self._fixed_shapes = fixed_shapes
+        self._graphs: GraphedPasses | None = None
+        if fixed_shapes and model.device.type == "cuda":
+            self._graphs = GraphedPasses(self._cache, CudaCapture(model.device))
         self._clock = _Clock()
         self.num_forwards = 0
         if self_check:
@@ -179,6 +186,8 @@ class HFBackend:
     @torch.inference_mode()
     def _logits(self, feeds: Sequence[Feed]) -> torch.Tensor:
         """Run the model over all feeds and return the kept positions' logits [N, W] in their order."""
+        if self._fixed_shapes and all(len(feed.ids) <= MOST_TOKENS for feed in feeds):
+            return self._run_shared(feeds, fixed=True)
         shared = [feed for feed in feeds if len(feed.ids) <= _MAX_SHARED]
         if len(shared) == len(feeds) > 1:
             return self._run_shared(feeds)
@@ -204,19 +213,23 @@ class HFBackend:
                 kept.append(logits[0])
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 
-    def _run_shared(self, feeds: Sequence[Feed]) -> torch.Tensor:
-        """Append several short feeds in one pass over all slots between them; return [N, W] in the feeds' order.
+    def _run_shared(self, feeds: Sequence[Feed], *, fixed: bool = False) -> torch.Tensor:
+        """Append short feeds in one pass over all slots between them; return [N, W] in the feeds' order.
 
         Rows are aligned at the right, so that the last `keep` columns are what is kept. What is left of a shorter feed
         is padding, and so is a row without a feed: written after the row's end, where nothing looks, and seeing what
-        a real token sees, so that it stays finite.
+        a real token sees, so that it stays finite. With `fixed` shapes there is more padding of both kinds.
         """
         slots = [self._cache.slot(feed.row) for feed in feeds]
         first, stop = min(slots), max(slots) + 1
         held = self._cache.lengths[first:stop]
         longest, keep = max(len(feed.ids) for feed in feeds), max(feed.keep for feed in feeds)
         starts = [held[slot - first] for slot in slots]
+        kv_stop = max(start + len(feed.ids) for start, feed in zip(starts, feeds, strict=True))
         aligned = stop - first == len(feeds) and len({*starts}) == 1 == len({len(feed.ids) for feed in feeds})
+        if fixed:
+            longest = keep = bucket_of(longest)
+            kv_stop, aligned = kv_bucket_of(kv_stop, self.max_context + _MAX_SHARED), False
         table = np.empty((3, stop - first, longest), dtype=np.int64)
         ids, see, write = table
         ids[:], see[:], write[:] = 0, min(starts), np.asarray(held)[:, None] + np.arange(longest)
@@ -229,13 +242,15 @@ class HFBackend:
             first=first,
             stop=stop,
             start=max(starts),
-            kv_stop=max(start + len(feed.ids) for start, feed in zip(starts, feeds, strict=True)),
-            window_start=self._window_start(min(starts)),
+            kv_stop=kv_stop,
+            window_start=0 if fixed else self._window_start(min(starts)),
             write=None if aligned else on_device[2],
         )
-        logits = self._run(
-            now, on_device[0], on_device[1, : 1 if aligned else None], keep=keep, end=max(held) + longest
-        )
+        end = max(held) + longest
+        if fixed:
+            logits = self._run_fixed(now, on_device, end=max(end, kv_stop))
+        else:
+            logits = self._run(now, on_device[0], on_device[1, : 1 if aligned else None], keep=keep, end=end)
         rows = [slot - first for slot, feed in zip(slots, feeds, strict=True) for _ in range(feed.keep)]
         columns = [column for feed in feeds for column in range(keep - feed.keep, keep)]
         if len(rows) == logits.shape[0] * keep and rows == sorted(rows):
@@ -264,6 +279,27 @@ class HFBackend:
         with self._clock.measure(device):
             self._cache.begin(now, end)
             logits = self._call(ids, see.expand(len(ids), -1), self._masks(now, see), self._cache, keep)
+        self.num_forwards += 1
+        return logits
+
+    def _run_fixed(self, now: SlotPass, table: torch.Tensor, *, end: int) -> torch.Tensor:
+        """Run one pass of a fixed shape.
+
+        Args:
+            now: What it reads and writes.
+            table: Ids, positions seen, positions written [3, B, T].
+            end: Positions that there must be memory for.
+
+        Returns:
+            Logits [B, T, W].
+        """
+
+        def compute(now: SlotPass, ids: torch.Tensor, see: torch.Tensor) -> torch.Tensor:
+            return self._call(ids, see, self._masks(now, see), self._cache, ids.shape[1])
+
+        with self._clock.measure(table.device):
+            self._cache.begin(now, end)
+            logits = self._graphs.run(now, table, compute) if self._graphs else compute(now, table[0], table[1])
         self.num_forwards += 1
         return logits
 

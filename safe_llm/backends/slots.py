@@ -136,6 +136,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         current: The pass that the model's calls of `update` belong to.
         num_slots: Slots there is memory for.
         capacity: Positions per slot there is memory for.
+        generation: Counts how often the tensors were exchanged for others.
     """
 
     current: SlotPass
@@ -150,6 +151,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[_SlotLayer(self, sliding) for sliding in is_sliding])
         self.num_slots = 0
         self.capacity = 0
+        self.generation = 0
         self._max_length = max_length
         self._handles = count()
         self._slots: dict[int, int] = {}  # handle -> slot
@@ -245,6 +247,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         """Give all memory back; what rows held is lost."""
         for layer in self.layers:
             layer.release()
+        self.generation += 1
         self.num_slots = self.capacity = 0
 
     def update(
@@ -270,6 +273,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         used = min(len(self._rows), self.num_slots)
         for layer in self.layers:
             layer.resize(slots, capacity, used)
+        self.generation += 1
         self.num_slots, self.capacity = slots, capacity
 
     def _clear(self, slot: int) -> None:
