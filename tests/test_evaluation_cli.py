@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
 from evaluation_support import DRAFTER, VERIFIER, Loader, write_items
-from safe_llm.cli import evaluating
+from safe_llm.cli import evaluating, terminal
 from safe_llm.config import EnsembleConfig
 from safe_llm.evaluation import paper
 from test_cli_support import run
@@ -70,12 +71,12 @@ def test_eval_shows_its_progress_on_a_terminal(load, folders):
 
 
 def test_interrupted_eval_says_how_to_go_on(load, folders, tmp_path, monkeypatch):
-    def interrupt(self, contender, done, total):
+    def interrupt(contender, done, total):
         if (contender, done) == ("safe", 0):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(evaluating._Report, "__call__", interrupt)
+        patched.setattr(terminal, "progress_bars", lambda *, enabled: nullcontext(interrupt))
         done = run("eval", "gsm8k", *folders)
     assert done.code == 130
     assert f"the same command goes on with what is in {tmp_path / 'out'}" in done.stderr

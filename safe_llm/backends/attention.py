@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-__all__ = ["use_packed_attention"]
+__all__ = ["use_packed_attention", "use_plain_attention"]
 
 _NAME = "safe_llm_packed"
 # Above it the repeated heads are cheap beside the arithmetic, and the packed queries gain nothing.
@@ -28,6 +28,12 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         AttentionInterface.register(_NAME, packed_attention_forward)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
         model.set_attn_implementation(_NAME)
+
+
+def use_plain_attention(model: PreTrainedModel) -> None:
+    """Undo `use_packed_attention`."""
+    if model.config._attn_implementation == _NAME:
+        model.set_attn_implementation("sdpa")
 
 
 def packed_attention_forward(

@@ -110,6 +110,11 @@ class HFBackend:
         return len(model.get_output_embeddings().weight)
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The model, for looking at; what changes it changes the scores."""
+        return self._model
+
+    @property
     def forward_s(self) -> float:
         """Seconds inside forward passes so far, device work included; waits for passes that still run."""
         return self._clock.seconds()

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ConfigError, ModelCorruptError, UnsupportedModelError
 
-__all__ = ["load_model", "place"]
+__all__ = ["load_model", "place", "quiet_transformers"]
 
 
 def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTrainedModel:
@@ -34,7 +34,7 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
     _check_device(config.device or device)
     if not (path / "config.json").is_file():
         raise ModelCorruptError(f"model {name!r}: there is no config.json in {str(path)!r}")
-    with _quiet(), _reading(name, path):
+    with quiet_transformers(), _reading(name, path):
         described = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -110,7 +110,7 @@ def _attention(config: PreTrainedConfig) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Hide transformers' progress bars and advice, and restore them."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()

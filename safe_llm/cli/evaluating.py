@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from safe_llm.cli import loading, terminal
 from safe_llm.cli.eval_options import EvaluationFlags
@@ -15,8 +14,6 @@ from safe_llm.config import EnsembleSpec, MemberConfig
 from safe_llm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from safe_llm.evaluation.evaluate import Settings
     from safe_llm.evaluation.paper import PaperEnsemble
     from safe_llm.member import Member
@@ -96,8 +93,8 @@ def _evaluate(spec: EnsembleSpec, tasks: Sequence[str], flags: EvaluationFlags, 
         return load_members(configs, progress=progress)
 
     try:
-        with _progress(enabled=progress) as bars:
-            results = evaluate(prepared, load=load, report=_Report(bars))
+        with terminal.progress_bars(enabled=progress) as report:
+            results = evaluate(prepared, load=load, report=report)
     except KeyboardInterrupt:
         terminal.say(f"\nthe same command goes on with what is in {terminal.harmless(str(output))}")
         raise
@@ -131,40 +128,3 @@ def load_members(configs: Sequence[MemberConfig], *, progress: bool) -> Sequence
         from safe_llm.ensemble import load_members as load
 
         return load(configs, progress=progress)
-
-
-class _Report:
-    """Shows how far each contender is."""
-
-    def __init__(self, bars: Progress) -> None:
-        self._bars = bars
-        self._places: dict[str, Any] = {}
-
-    def __call__(self, contender: str, done: int, total: int) -> None:
-        if contender not in self._places:
-            self._places[contender] = self._bars.add_task(terminal.harmless(contender), total=total)
-        self._bars.update(self._places[contender], completed=done)
-
-
-def _progress(*, enabled: bool) -> Progress:
-    """Return bars on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not (enabled and sys.stderr.isatty()),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
@@ -14,7 +14,18 @@ from safe_llm.visible import harmless
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["MARKS", "abandon_stdout", "console", "harmless", "marked", "prepare", "say", "say_error", "write"]
+__all__ = [
+    "MARKS",
+    "abandon_stdout",
+    "console",
+    "harmless",
+    "marked",
+    "prepare",
+    "progress_bars",
+    "say",
+    "say_error",
+    "write",
+]
 
 DEBUG_VARIABLE = "SAFE_LLM_DEBUG"
 
@@ -96,6 +107,40 @@ def waiting(what: str, *, shown: bool) -> Iterator[None]:
 def _overwrite(stream: TextIO, text: str) -> None:
     stream.write(text)
     stream.flush()
+
+
+@contextmanager
+def progress_bars(*, enabled: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """Show on stderr, if it is a terminal, how far things are: yields what takes a name, what is done, and of all."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    places: dict[str, TaskID] = {}
+    with Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not (enabled and sys.stderr.isatty()),
+    ) as bars:
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in places:
+                places[name] = bars.add_task(harmless(name), total=total)
+            bars.update(places[name], completed=done)
+
+        yield report
 
 
 def console() -> Console:
