@@ -100,6 +100,11 @@ class Replay:
         """See `Backend.rollback`."""
         del self._offsets[row][length:]
 
+    def share(self, row: int, source: int, length: int) -> int:
+        """See `Backend.share`."""
+        self._offsets[row] = self._offsets[source][:length]
+        return length
+
     def forward(self, feeds: Sequence[Feed]) -> DenseScores:
         """See `Backend.forward`."""
         started = self._clock()
