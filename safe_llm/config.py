@@ -101,6 +101,8 @@ class EnsembleConfig(_Strict):
         sharpening_threshold: lambda of prefix sharpening.
         top_k: Tokens that each member puts into the union (UniTE), or the drafter's candidates (prefix mass).
         weights: One per member, drafter first, any positive scale; None is equal.
+        prefix_caching: Compute only what is new of a prompt that begins like one under way, or like the last one. Keeps
+            the last request's cache until the next request, or until the ensemble is closed.
         max_batch_size: Rows decoded at once; further requests wait.
     """
 
@@ -109,6 +111,7 @@ class EnsembleConfig(_Strict):
     lookahead: Annotated[int, Field(ge=1, le=64)] | Literal["adaptive"] = "adaptive"
     lookup: bool = True
     run_ahead: bool | None = None
+    prefix_caching: bool = True
     consensus_threshold: float = Field(default=0.5, ge=0.0, le=1.0)
     sharpening: SharpeningName = "prefix"
     sharpening_threshold: float = Field(default=0.1, ge=0.0, le=1.0)

@@ -112,19 +112,25 @@ class Engine:
                     row.session = session
                 else:
                     row.tracks.append(Track(session, Alignment(member.vocabulary)))
-                member.prefill(session)
+                member.prefill(session, share=self.config.prefix_caching)
         except BaseException:
             self.leave(row)
             raise
         row.spent = Timings(tokenize_s=encoded - started, prefill_s=self._clock() - encoded)
 
     def leave(self, row: Row) -> None:
-        """Free the row's caches, whatever state it is in."""
+        """Free the row's caches, whatever state it is in; the last row's are kept for a prompt that begins alike."""
+        keep = self.config.prefix_caching and row.error is None  # what failed may hold a NaN
         if row.session is not None:
-            self.drafter.close(row.session)
+            self.drafter.close(row.session, keep=keep)
         for member, track in zip(self.verifiers, row.tracks, strict=False):
-            member.close(track.session)
+            member.close(track.session, keep=keep)
         row.session, row.tracks = None, []
+
+    def release(self) -> None:
+        """Free what was kept of rows that have left."""
+        for member in self.members:
+            member.release()
 
     # ------------------------------------------------------------------ the round
 

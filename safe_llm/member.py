@@ -103,6 +103,7 @@ class Member:
         self.num_bytes = num_bytes
         self._grammar_tokenizer: GrammarTokenizer | None = None
         self._sessions: dict[int, Session] = {}  # open ones by row
+        self._idle: Session | None = None  # the last one, closed, whose row is still there
 
     @classmethod
     def load(cls, config: MemberConfig, *, device: str | None = None, progress: bool = True) -> Member:
@@ -167,21 +168,42 @@ class Member:
         if len(prompt_ids) >= self.backend.max_context:
             raise ContextOverflowError(self.name, len(prompt_ids), self.backend.max_context)
 
+    @property
+    def num_sessions(self) -> int:
+        """How many sessions are open."""
+        return len(self._sessions)
+
     def open(self, prompt_ids: Sequence[int]) -> Session:
-        """Start a session; nothing is computed yet."""
+        """Start a session; nothing is computed yet. It takes the row of a kept session if that begins alike."""
         self.check_prompt(prompt_ids)
-        session = Session(self.backend.open(), list(prompt_ids), len(prompt_ids))
+        session = self._taken_over(prompt_ids)
+        if session is None:
+            self.release()
+            session = Session(self.backend.open(), list(prompt_ids), len(prompt_ids))
         self._sessions[session.row] = session
         return session
 
-    def prefill(self, session: Session) -> None:
+    def _taken_over(self, prompt_ids: Sequence[int]) -> Session | None:
+        idle = self._idle
+        if idle is None:
+            return None
+        shared = _common_prefix(idle.tokens[: idle.resident], prompt_ids[:-1])
+        if shared < _MIN_SHARED:
+            return None
+        self._idle = None
+        self.backend.rollback(idle.row, shared)
+        return Session(idle.row, list(prompt_ids), len(prompt_ids), resident=shared, reused=shared)
+
+    def prefill(self, session: Session, *, share: bool = True) -> None:
         """Bring all but the last prompt id into the cache; the last one goes with the first scores that are wanted.
 
-        A beginning that another open session holds, as its prompt or its answer, is taken over instead of computed.
-        A session whose scores were not finite has to be closed before: its NaN would be taken over too.
+        Args:
+            session: A session that was just opened.
+            share: A beginning that another open session holds, as its prompt or its answer, is taken over instead of
+                computed. A session whose scores were not finite has to be closed before: its NaN would be taken over.
         """
         ids = session.tokens[:-1]
-        source, shared = self._longest_shared(ids)
+        source, shared = self._longest_shared(ids) if share and not session.reused else (None, 0)
         if source is not None:
             session.resident = session.reused = self.backend.share(session.row, source.row, shared)
         if session.resident < len(ids):
@@ -198,10 +220,24 @@ class Member:
                 source, longest = session, shared
         return source, longest
 
-    def close(self, session: Session) -> None:
-        """Give the session's cache row back."""
+    def close(self, session: Session, *, keep: bool = False) -> None:
+        """Give the session's cache row back.
+
+        Args:
+            session: An open session.
+            keep: Keep its row, if it is the last one, for a next prompt that begins alike (an agent's next step).
+        """
         del self._sessions[session.row]
-        self.backend.close(session.row)
+        if keep and not self._sessions:
+            self._idle = session
+        else:
+            self.backend.close(session.row)
+
+    def release(self) -> None:
+        """Give the row back that a closed session has left, if one has."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            self.backend.close(idle.row)
 
     def room(self, session: Session, generated: int) -> int:
         """How many more ids than `generated` fit behind the prompt."""

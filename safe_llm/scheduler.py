@@ -138,6 +138,7 @@ class Scheduler:
                 row.error = row.error or Cancelled("the ensemble was closed")
             self._waiting.clear()
             self._retire()
+            self._engine.release()
 
 
 class _FairLock:

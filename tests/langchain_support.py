@@ -231,7 +231,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def is_freed(ensemble: Ensemble) -> bool:
     """Whether the engine gives back, soon, all that requests held."""
     wait_until(lambda: open_requests(ensemble) == 0)
-    return all(not member.backend._rows for member in ensemble.members)
+    return all(not member.num_sessions for member in ensemble.members)
 
 
 def before_forwards(ensemble: Ensemble, action: Callable[[], object]) -> None:

@@ -150,6 +150,7 @@ ENSEMBLE_VALUES = {
     "weights": (2.0, 1.0),
     "lookup": False,
     "run_ahead": True,
+    "prefix_caching": False,
     "max_batch_size": 2,
 }
 SAMPLING_VALUES = {
@@ -211,11 +212,11 @@ def test_help_states_the_real_defaults():
     stated = {name: text.partition("[default: ")[2].rstrip("]") for name, text in helps.items()}
     silent = {"seed", "stop", "logprobs"}
     assert stated.pop("weights") == "equal"
-    assert stated.pop("lookup") == "on"
+    assert stated.pop("lookup") == stated.pop("prefix_caching") == "on"
     assert stated.pop("run_ahead") == "if a verifier is on another device"
     assert {name for name, default in stated.items() if not default} == silent
     assert {n: d for n, d in stated.items() if d} == {
-        n: str(d) for n, d in defaults.items() if n not in silent | {"weights", "lookup", "run_ahead"}
+        n: str(d) for n, d in defaults.items() if n not in silent | {"weights", "lookup", "run_ahead", "prefix_caching"}
     }
 
 

@@ -512,7 +512,7 @@ async def test_cancelled_task_stops_the_engine_within_one_round(way):
     assert verifier.num_forwards <= verified + 1
     assert len(ends) == (way == "call")
     assert safe._scheduler.num_requests == 0
-    assert [len(member.backend._rows) for member in safe.members] == [0, 0]
+    assert [member.num_sessions for member in safe.members] == [0, 0]
 
 
 async def drain(items):

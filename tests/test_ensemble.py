@@ -233,7 +233,7 @@ def test_prompt_that_does_not_fit_one_member_names_it_its_limit_and_the_length()
         assert name in str(error)
         assert "secret" not in str(error)
         assert safe.generate("Who?", max_tokens=3).usage.completion_tokens == 3, "the next request works"
-        assert [len(m.backend._rows) for m in members] == [0, 0]
+        assert [m.num_sessions for m in members] == [0, 0]
 
 
 @pytest.mark.parametrize("limited", ["drafter", "verifier"])
@@ -316,7 +316,7 @@ def test_member_that_raises_fails_the_batch_and_the_next_request_works(who):
     with pytest.raises(MemberError, match=member.name):
         "".join(safe.stream("Who?"))
     assert open_rows(safe) == 0
-    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
+    assert [m.num_sessions for m in safe.members] == [0, 0]
     assert safe.generate("Who?").text == ANSWERS["Who?"]
 
 
@@ -327,7 +327,7 @@ def test_failure_while_joining_frees_the_rows():
     with pytest.raises(MemberError):
         safe.generate("Who?")
     backend.forward = forward
-    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
+    assert [m.num_sessions for m in safe.members] == [0, 0]
     assert safe.generate("Who?").text == ANSWERS["Who?"]
 
 
@@ -390,7 +390,7 @@ def test_interrupt_between_two_commits_is_an_error_for_every_row_of_the_round(mo
     with pytest.raises(GenerationError, match="interrupted"):
         list(second)
     assert open_rows(safe) == 0
-    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
+    assert [m.num_sessions for m in safe.members] == [0, 0]
     assert safe.generate("Who?").text == ANSWERS["Who?"]
 
 
@@ -474,7 +474,7 @@ def test_cancel_stops_within_one_round():
         list(rounds)
     assert len(safe.members[1].backend.calls) == 3 + 1  # and the prefill
     assert open_rows(safe) == 0
-    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
+    assert [m.num_sessions for m in safe.members] == [0, 0]
 
 
 def test_closing_a_stream_frees_its_row_and_stops_decoding():
@@ -523,7 +523,7 @@ def test_closed_ensemble_refuses_and_ends_what_runs():
         list(stream)
     with pytest.raises(SafeLLMError, match="closed"):
         safe.generate("Who?")
-    assert [len(m.backend._rows) for m in safe.members] == [0, 0]
+    assert [m.num_sessions for m in safe.members] == [0, 0]
 
 
 def test_events_end_with_exactly_one_finish():

@@ -6,9 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 import reference
 from helpers import ensemble, tiny_member
+from safe_llm.errors import NonFiniteLogitsError
 from safe_llm.member import _MIN_SHARED, Member, Want
 from safe_llm.testing import ScriptedBackend, scripted_member
 from safe_llm.testing.tokenizers import byte_level, metaspace
@@ -70,7 +72,7 @@ def test_few_shot_rows_compute_their_common_beginning_once():
     new = len(prompts[0]) + sum(len(prompt) - common for prompt in prompts[1:])
     assert len(owner.backend.calls) == len(QUESTIONS) + 1  # a pass for each prompt's rest, one for the first token
     assert 0.9 * new < ids_fed(owner) <= new  # later questions may have more in common with each other
-    assert not owner.backend._rows
+    assert owner.num_sessions == 0
 
 
 def test_equal_prompts_need_no_prefill():
@@ -190,3 +192,63 @@ def test_rows_that_share_their_shots_answer_as_each_does_alone(method):
     assert [result.text for result in results] == alone
     assert [len(of_member) for of_member in shared] == [4, 4]
     assert min(length for of_member in shared for _, length in of_member) > 100
+
+
+# ---------------------------------------------------------------------- the next request
+
+
+def test_next_step_of_an_agent_computes_only_what_is_new():
+    owner = member()
+    safe = ensemble(owner)
+    first = safe.generate(SHOTS, max_tokens=8)
+    assert first.usage.cached_tokens == 0
+    before = ids_fed(owner)
+    second = safe.generate(f"{SHOTS}{first.text} Observation: 4.", max_tokens=1)
+    prompt = second.usage.prompt_tokens
+    assert prompt > second.usage.cached_tokens > first.usage.prompt_tokens - 4
+    assert ids_fed(owner) - before == prompt - second.usage.cached_tokens
+    assert owner.num_sessions == 0
+    assert len(owner.backend._rows) == 1
+
+
+def test_kept_row_changes_no_answer():
+    members = [tiny_member("a", byte_level(), seed=5), tiny_member("b", metaspace(), seed=6)]
+    prompts = [SHOTS, *QUESTIONS[:2], SHOTS, SHOTS[:150], QUESTIONS[3]]
+    safe, plain = ensemble(*members), ensemble(*members, prefix_caching=False)
+    expected = [plain.generate(prompt, max_tokens=12) for prompt in prompts]
+    found = [safe.generate(prompt, max_tokens=12) for prompt in prompts]
+    assert [result.text for result in found] == [result.text for result in expected]
+    assert [result.usage.cached_tokens > 0 for result in found] == [False, *[True] * 5]
+    assert not any(result.usage.cached_tokens for result in expected)
+
+
+def test_kept_row_is_given_back():
+    owner = member()
+    safe = ensemble(owner)
+    safe.generate(SHOTS, max_tokens=2)
+    safe.generate("Something else that has nothing to do with it, and is long enough.", max_tokens=2)
+    assert len(owner.backend._rows) == 1, "the one before is gone"
+    safe.close()
+    assert not owner.backend._rows
+    ensemble(owner, prefix_caching=False).generate(SHOTS, max_tokens=2)
+    assert not owner.backend._rows
+
+
+def test_row_that_failed_is_not_kept():
+    owner = tiny_member("a", byte_level(), seed=5)
+    safe = ensemble(owner)
+    forward = owner.backend.forward
+
+    def failing(feeds):
+        scores = forward(feeds)
+        if feeds[0].keep == 1 and len(feeds[0].ids) == 1:
+            with torch.inference_mode():
+                scores._hidden_max[0] = float("nan")
+        return scores
+
+    owner.backend.forward = failing
+    with pytest.raises(NonFiniteLogitsError):
+        safe.generate(SHOTS, max_tokens=4)
+    owner.backend.forward = forward
+    result = safe.generate(SHOTS, max_tokens=4)
+    assert result.usage.cached_tokens == 0

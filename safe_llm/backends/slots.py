@@ -185,6 +185,8 @@ class SlotCache(Cache):  # type: ignore[misc]
                 self._move(last, hole)
         for column in (self._rows, self._lengths, self._written):
             column.pop()
+        if 4 * len(self._rows) <= self.num_slots:  # a batch has ended; its last row may stay for long
+            self.shrink()
 
     def slot(self, row: int) -> int:
         """Return the slot of an open row.

@@ -193,7 +193,7 @@ def _batches(prepared: Prepared, members: Sequence[Member], progress: Progress) 
 
 def _safe(spec: EnsembleSpec) -> EnsembleConfig:
     """Return the configuration of the contender `safe`."""
-    return spec.ensemble.updated({"mode": "safe"})
+    return spec.ensemble.updated({"mode": "safe", "prefix_caching": False})
 
 
 def _circumstances(prepared: Prepared, members: Sequence[Member]) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def plan_contender(name: str, spec: EnsembleSpec) -> Plan:
         raise UnknownNameError("contender", kind, [*modes, *_OTHERS])
     if kind != "drafter" and not spec.verifiers:
         raise ConfigError(f"contender {name!r} needs a drafter and at least one verifier", hint="add --verifier")
-    config = spec.ensemble.updated({**_changes(name, changes), "mode": modes[kind]})
+    # every trial computes its prompt, as transformers does
+    config = spec.ensemble.updated({"prefix_caching": False, **_changes(name, changes), "mode": modes[kind]})
     config.normalized_weights(len(spec.members))
     return Plan(name=name, config=config, build=_engine(name, config))
 

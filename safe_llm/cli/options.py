@@ -99,6 +99,10 @@ class EnsembleFlags:
             default="if a verifier is on another device",
         ),
     ] = None
+    prefix_caching: Annotated[
+        bool | None,
+        _ensemble("Compute only what is new of a prompt.", "--prefix-caching/--no-prefix-caching", default="on"),
+    ] = None
     max_batch_size: Annotated[int | None, _ensemble("Most requests decoded at once.", default=16)] = None
 
 
