@@ -16,7 +16,7 @@ from safe_llm.types import SamplingParams
 __all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "check_names", "preset"]
 
 Mode = Literal["safe", "every-token", "drafter"]
-MethodName = Literal["unite", "gac", "prefix-mass"]
+MethodName = Literal["auto", "unite", "gac", "prefix-mass"]
 SharpeningName = Literal["prefix", "geometric", "none"]
 
 
@@ -86,11 +86,12 @@ class MemberConfig(_Strict):
 
 
 class EnsembleConfig(_Strict):
-    """How the members decide together. Defaults are the paper's (arXiv 2510.15346).
+    """How the members decide together. Defaults are the paper's (arXiv 2510.15346), but for method and lookahead.
 
     Attributes:
         mode: `safe`; `every-token` merges at every token (the baseline); `drafter` is plain decoding.
-        method: `unite`, `gac` or `prefix-mass`.
+        method: `unite`, `gac`, `prefix-mass`, or `auto`: `prefix-mass` in mode `safe` if all members give full rows of
+            scores (see docs/miniature.md), else `unite`, which is the paper's. A loaded ensemble says which.
         lookahead: Tokens drafted per round (n); `adaptive` stops where the ensemble is likely to act (the paper: 5).
         lookup: Let the drafter check guesses, many at a time: text that has occurred before, a verifier's next token.
             Changes no greedy answer.
@@ -107,7 +108,7 @@ class EnsembleConfig(_Strict):
     """
 
     mode: Mode = "safe"
-    method: MethodName = "unite"
+    method: MethodName = "auto"
     lookahead: Annotated[int, Field(ge=1, le=64)] | Literal["adaptive"] = "adaptive"
     lookup: bool = True
     run_ahead: bool | None = None
@@ -137,6 +138,17 @@ class EnsembleConfig(_Strict):
         largest = max(self.weights)
         total = sum(weight / largest for weight in self.weights)
         return tuple(weight / largest / total for weight in self.weights)
+
+    def resolved(self, *, has_dense_scores: bool) -> EnsembleConfig:
+        """Return a copy whose method is named.
+
+        Args:
+            has_dense_scores: Whether all members give full rows of scores.
+        """
+        if self.method != "auto":
+            return self
+        fits = has_dense_scores and self.mode == "safe"
+        return self.model_copy(update={"method": "prefix-mass" if fits else "unite"})
 
     def updated(self, values: Mapping[str, Any]) -> EnsembleConfig:
         """Return a copy with `values` that are not None replaced, validated."""

@@ -49,7 +49,7 @@ class Ensemble:
 
         Args:
             members: The drafter first, then the verifiers.
-            config: How they decide; default: the paper's.
+            config: How they decide; default: `EnsembleConfig()`.
             sampling: Defaults for the decoding parameters of every request.
             method: A method of your own instead of the one that `config` names.
 
@@ -59,7 +59,8 @@ class Ensemble:
         if not members:
             raise ConfigError("an ensemble needs at least one member")
         check_names([member.name for member in members])
-        self.config = config or EnsembleConfig()
+        has_dense_scores = all(member.backend.has_dense_scores for member in members)
+        self.config = (config or EnsembleConfig()).resolved(has_dense_scores=has_dense_scores)
         self.sampling = dict(sampling or {})
         SamplingParams.of(self.sampling)
         self._all_members = tuple(members)

@@ -98,4 +98,4 @@ def tiny_folder(path: Path, tokenizer: Tokenizer | None = None, *, seed: int = 0
 
 
 def ensemble(*members: Member, **options: object) -> Ensemble:
-    return Ensemble(members, EnsembleConfig(**{"lookahead": 5, **options}))
+    return Ensemble(members, EnsembleConfig(**{"lookahead": 5, "method": "unite", **options}))

@@ -77,7 +77,7 @@ def storytellers(
         scripted_member(name, tokenizer, storyteller(story, name))
         for name, tokenizer, story in zip(names, tokenizers, (STORY, OTHER, THIRD), strict=False)
     ]
-    return Ensemble(members, EnsembleConfig(**options))
+    return Ensemble(members, EnsembleConfig(**{"method": "unite", **options}))
 
 
 def traced(path: Path, ensemble: Ensemble | None = None, *, include_prompt: bool = False, **params) -> Trace:

@@ -110,7 +110,7 @@ def test_ten_points_are_ten_points_whatever_their_binary_fractions():
 
 def test_no_member_in_range_the_best_stays_alone():
     found = recommend(measured(accuracy("a", "1111"), accuracy("b", "1000")))
-    assert (found.verifiers, found.weights, found.method) == ((), None, "unite")
+    assert (found.verifiers, found.weights, found.method) == ((), None, "auto")
     assert "So a alone." in found.reasons
     assert not any("UniTE (the default)" in reason for reason in found.reasons)
 
@@ -147,12 +147,12 @@ def test_weights_follow_accuracies_that_differ_clearly():
 # ---------------------------------------------------------------------- method
 
 
-def test_members_that_cut_alike_get_unite():
-    assert recommend(measured(*NEAR)).method == "unite"
+def test_members_that_cut_alike_get_the_default():
+    assert recommend(measured(*NEAR)).method == "auto"
 
 
 @pytest.mark.parametrize(("drafter", "verifier"), [("a", "b"), ("b", "a")])
-@pytest.mark.parametrize(("num_shared", "method"), [(750, "unite"), (749, "prefix-mass")])
+@pytest.mark.parametrize(("num_shared", "method"), [(750, "auto"), (749, "prefix-mass")])
 def test_few_shared_boundaries_get_prefix_mass_either_way(drafter, verifier, num_shared, method):
     found = recommend(shared(measured(*NEAR), drafter, verifier, num_shared))
     assert (found.drafter, found.method) == ("a", method)
@@ -160,7 +160,7 @@ def test_few_shared_boundaries_get_prefix_mass_either_way(drafter, verifier, num
     assert says_so == (method == "prefix-mass")
 
 
-@pytest.mark.parametrize(("alike", "of", "method"), [(90, 100, "unite"), (89, 100, "prefix-mass"), (0, 9, "unite")])
+@pytest.mark.parametrize(("alike", "of", "method"), [(90, 100, "auto"), (89, 100, "prefix-mass"), (0, 9, "auto")])
 def test_numbers_cut_differently_get_prefix_mass(alike, of, method):
     numbers = Numbers(first="b", second="a", num_numbers=of, num_alike=alike)
     found = recommend(replace(measured(*NEAR), numbers=(numbers,)))
@@ -170,7 +170,7 @@ def test_numbers_cut_differently_get_prefix_mass(alike, of, method):
 
 def test_members_that_are_left_out_do_not_decide_the_method():
     found = recommend(shared(measured(*NEAR, accuracy("far", "0" * 20)), "a", "far", 0))
-    assert (found.verifiers, found.method) == (("b",), "unite")
+    assert (found.verifiers, found.method) == (("b",), "auto")
 
 
 def test_prefix_mass_is_not_recommended_to_members_that_cannot_serve_it():

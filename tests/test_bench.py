@@ -36,7 +36,7 @@ def ticking():
 def test_contender_takes_the_configuration_that_is_given_with_its_changes():
     spec = EnsembleSpec(**{**preset("demo").model_dump(), "ensemble": EnsembleConfig(lookahead=7, top_k=3)})
     config = plan_contender("every-token:gac,lookahead=4", spec).config
-    assert config == EnsembleConfig(mode="every-token", method="gac", lookahead=4, top_k=3)
+    assert config == EnsembleConfig(mode="every-token", method="gac", lookahead=4, top_k=3, prefix_caching=False)
     assert plan_contender("safe:method=prefix-mass", spec).config.method == "prefix-mass"
     assert plan_contender("generate", spec).config is None
 

@@ -50,11 +50,11 @@ def test_unknown_name_suggests_the_nearest(values, meant):
         EnsembleConfig().updated(values)
 
 
-def test_defaults_are_the_papers_but_for_the_lookahead():
+def test_defaults_are_the_papers_but_for_the_method_and_the_lookahead():
     config = EnsembleConfig()
     assert (config.mode, config.method, config.lookahead, config.consensus_threshold) == (
         "safe",
-        "unite",
+        "auto",
         "adaptive",
         0.5,
     )

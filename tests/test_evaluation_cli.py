@@ -9,7 +9,6 @@ import pytest
 
 from evaluation_support import DRAFTER, VERIFIER, Loader, write_items
 from safe_llm.cli import evaluating, terminal
-from safe_llm.config import EnsembleConfig
 from safe_llm.evaluation import paper
 from test_cli_support import run
 
@@ -60,7 +59,7 @@ def test_eval_takes_runs_limit_tokens_and_seed(load, folders, tmp_path):
     assert [(c["name"], c["num_items"]) for c in task["contenders"]] == [(DRAFTER, 3), ("safe", 3)]
     assert (task["params"]["max_tokens"], task["params"]["seed"], saved["settings"]["seed"]) == (9, 7, 7)
     assert task["contenders"][0]["finish_details"] == {"max_tokens": 3}
-    assert {c["config"]["method"] for c in saved["contenders"]} == {EnsembleConfig().method}
+    assert {c["name"]: c["config"]["method"] for c in saved["contenders"]} == {DRAFTER: "unite", "safe": "prefix-mass"}
 
 
 def test_eval_shows_its_progress_on_a_terminal(load, folders):

@@ -50,7 +50,7 @@ def test_plan_takes_runs_by_their_names(runs, names):
 def test_run_with_a_method_differs_in_the_method_only():
     plans = plan_runs(SPEC, ["safe", "safe:prefix-mass", "every-token:gac"])
     assert {plan.name: (plan.config.mode, plan.config.method) for plan in plans} == {
-        "safe": ("safe", "unite"),
+        "safe": ("safe", "auto"),
         "safe:prefix-mass": ("safe", "prefix-mass"),
         "every-token:gac": ("every-token", "gac"),
     }

@@ -333,7 +333,7 @@ def test_template_variables_that_are_not_json_have_an_identity():
 
 
 def test_repr_names_members_and_loads_nothing(loads):
-    assert repr(LazyEnsemble.of(preset=TWO)) == "<LazyEnsemble of d, v; safe, unite>"
+    assert repr(LazyEnsemble.of(preset=TWO)) == "<LazyEnsemble of d, v; safe, auto>"
     assert repr(LazyEnsemble.of(ensemble=scripted_ensemble(ANSWERS))).startswith("<LazyEnsemble of drafter, verifier")
     assert loads == []
 

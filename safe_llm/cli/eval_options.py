@@ -45,7 +45,7 @@ class EvaluationFlags:
     seed: Annotated[int | None, _evaluation("Of the intervals, and of sampling where --config asks for it.")] = None
     quiet: Annotated[bool, _evaluation("No progress on stderr.", "--quiet", "-q")] = False
     method: Annotated[
-        str | None, _ensemble("How distributions are merged.", default="unite", metavar="unite|gac|prefix-mass")
+        str | None, _ensemble("How distributions are merged.", default="auto", metavar="auto|unite|gac|prefix-mass")
     ] = None
     lookahead: Annotated[
         str | None, _ensemble("Tokens drafted per round.", default="adaptive", metavar="N|adaptive")

@@ -67,7 +67,7 @@ class EnsembleFlags:
         ),
     ] = None
     method: Annotated[
-        str | None, _ensemble("How distributions are merged.", default="unite", metavar="unite|gac|prefix-mass")
+        str | None, _ensemble("How distributions are merged.", default="auto", metavar="auto|unite|gac|prefix-mass")
     ] = None
     lookahead: Annotated[
         str | None, _ensemble("Tokens drafted per round.", default="adaptive", metavar="N|adaptive")

@@ -44,7 +44,7 @@ class Recommendation:
     verifiers: tuple[str, ...]
     refused: tuple[str, ...]
     weights: tuple[float, ...] | None
-    method: Literal["unite", "prefix-mass"]
+    method: Literal["auto", "unite", "prefix-mass"]
     reasons: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -157,10 +157,10 @@ def _weights(
 
 def _method(
     measured: Measurements, drafter: Accuracy, verifiers: Sequence[Accuracy]
-) -> tuple[Literal["unite", "prefix-mass"], list[str]]:
+) -> tuple[Literal["auto", "unite", "prefix-mass"], list[str]]:
     causes = [cause for one in verifiers for cause in _cut_differently(measured, drafter.member, one.member)]
     if not causes:
-        return "unite", ["UniTE (the default): the members cut this text much alike."]
+        return "auto", ["The default method: the members cut this text much alike, so it hardly matters which."]
     lacking = [one.member for one in (drafter, *verifiers) if one.member in measured.without_dense]
     if lacking:
         return "unite", [*causes, f"So prefix mass would suit, but {' and '.join(lacking)} cannot give it full rows."]

@@ -26,7 +26,7 @@ _CHUNK_BATCHES = 2
 _MODES: tuple[Mode, ...] = ("every-token", "safe")
 _ENSEMBLES: dict[str, tuple[Mode, MethodName | None]] = {
     **{mode: (mode, None) for mode in _MODES},
-    **{f"{mode}:{method}": (mode, method) for mode in _MODES for method in get_args(MethodName)},
+    **{f"{mode}:{method}": (mode, method) for mode in _MODES for method in get_args(MethodName)[1:]},
 }
 """Runs of all members together: their mode, and their method where it is not the spec's."""
 

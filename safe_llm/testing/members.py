@@ -118,7 +118,8 @@ def scripted_ensemble(drafter: Answers | Reply, verifier: Answers | Reply | None
     Args:
         drafter: What the drafter answers: known answers, or a function of the conversation (see `conversing`).
         verifier: What the verifier answers; by default the same.
-        **options: Fields of `EnsembleConfig`.
+        **options: Fields of `EnsembleConfig`. The method is UniTE unless given: members that follow scripts are torn
+            between two texts, and from there on only one of them knows what to say.
     """
     from safe_llm.config import EnsembleConfig
 
@@ -126,4 +127,4 @@ def scripted_ensemble(drafter: Answers | Reply, verifier: Answers | Reply | None
         scripted_member("drafter", byte_level(), _script(drafter)),
         scripted_member("verifier", metaspace(), _script(drafter if verifier is None else verifier)),
     ]
-    return Ensemble(members, EnsembleConfig(**options))
+    return Ensemble(members, EnsembleConfig(**{"method": "unite", **options}))
