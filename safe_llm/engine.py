@@ -21,7 +21,7 @@ from safe_llm.config import EnsembleConfig
 from safe_llm.drafting import DraftTask, draft
 from safe_llm.errors import ConfigError
 from safe_llm.events import Timings, added
-from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
+from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead, verify_cost
 from safe_llm.lookup import Lookup
 from safe_llm.member import Member
 from safe_llm.methods import make_method
@@ -225,11 +225,7 @@ class Engine:
             return FixedLookahead(1)  # without a verifier, a round costs nothing, and a stream comes token by token
         if self.config.lookahead != "adaptive":
             return FixedLookahead(self.config.lookahead)
-        sizes = [member.num_bytes for member in self.members]
-        known = [size for size in sizes if size]
-        # a pass over few tokens costs what it takes to read the weights; members of unknown size count as equal
-        equal = len(known) < len(sizes)
-        return AdaptiveLookahead(len(self.verifiers) if equal else sum(known[1:]) / known[0])
+        return AdaptiveLookahead(verify_cost([member.num_bytes for member in self.members]))
 
     def _limit(self, row: Row) -> int:
         """Most tokens that a draft may have: what is left of max_tokens, and of every member's context window.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from safe_llm.config import EnsembleConfig
-from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead
+from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead, verify_cost
 from safe_llm.member import Member
 
 
@@ -108,9 +108,9 @@ def is_forced(member: Member, key: bytes, text: bytes, grammar: str | None) -> b
 
 
 def lookahead_of(members: list[Member], config: EnsembleConfig) -> Lookahead:
-    """The rule for the length of drafts; members of unknown size cost the same."""
+    """The rule for the length of drafts."""
     if config.lookahead == "adaptive":
-        return AdaptiveLookahead(len(members) - 1)
+        return AdaptiveLookahead(verify_cost([member.num_bytes for member in members]))
     return FixedLookahead(config.lookahead)
 
 

@@ -11,7 +11,7 @@ import pytest
 import reference
 from helpers import QUESTION, ensemble, tiny_member
 from safe_llm.events import RoundFinished
-from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead
+from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, verify_cost
 from safe_llm.lookup import Lookup
 from safe_llm.testing import scripted_ensemble
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram
@@ -63,6 +63,12 @@ def test_rate_is_that_of_the_best_fixed_lookahead(share, cost):
     assert rule.enough(64, [0.9] * 64) == pytest.approx(math.sqrt(cost**2 + 2 * cost / share) - cost, abs=3) or (
         rule.enough(64, [0.9] * 64) == 16
     )
+
+
+def test_cost_of_verifying_grows_with_the_verifiers():
+    assert verify_cost([4]) == 0.0
+    assert verify_cost([None, 7]) == verify_cost([7, None]) == verify_cost([3, 3]) == pytest.approx(4 / 3)
+    assert verify_cost([8, 2, 4]) == pytest.approx((0.625 + 0.75) / 0.75)
 
 
 # ---------------------------------------------------------------------- guesses
