@@ -66,7 +66,7 @@ def _draw_speed(axes: Axes, workload: WorkloadResult, results: Results) -> None:
     axes.set_title(f"{harmless(workload.name)}: speed along the text", parse_math=False)
     axes.grid(alpha=0.3)
     if workload.contenders:
-        axes.legend(fontsize="small", loc="lower right")
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
 
 
 def _draw_phases(axes: Axes, workload: WorkloadResult) -> None:
