@@ -43,7 +43,7 @@ def speaker(vocabulary: Vocabulary) -> NextLogits:
 @functools.cache
 def speakers(drafter: Callable = byte_level, verifier: Callable = metaspace, **options: object) -> Ensemble:
     members = [scripted_member("drafter", drafter(), speaker), scripted_member("verifier", verifier(), speaker)]
-    return Ensemble(members, EnsembleConfig(**options))
+    return Ensemble(members, EnsembleConfig(**{"method": "unite", **options}))
 
 
 def both_ways(safe: Ensemble, answer: bytes | str, **params: object):
