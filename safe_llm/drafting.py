@@ -115,8 +115,14 @@ class DraftTask:
         return self.lookahead.enough(num_drafted, self.draft.confidences[self.first :])
 
 
-def draft(member: Member, tasks: Sequence[DraftTask]) -> None:
+def draft(member: Member, tasks: Sequence[DraftTask]) -> list[bool]:
     """Let the drafter continue every row's draft as far as its lookahead, END, its limit, or an error of its own.
+
+    Rows of a batch want drafts of different lengths. Once half of them are done the others are left as they are, to go
+    on in the next round: where a draft ends must not depend on who shares the batch.
+
+    Returns:
+        Which rows are done.
 
     Raises:
         MemberError: The drafter's forward pass failed.
@@ -125,7 +131,7 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> None:
         if task.grammar is not None:
             task.grammar.advance(_spelled(member, task.draft))
     active = [task for task in tasks if _goes_on(member, task)]
-    while active:
+    while len(active) > len(tasks) // 2:
         guesses = [_guess(task, _CHEAP // len(active) - 1) for task in active]
         scores, offsets = member.score([_want(task, guess) for task, guess in zip(active, guesses, strict=True)])
         _restrict(active, scores, offsets)
@@ -134,6 +140,7 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> None:
     for task in tasks:
         if task.grammar is not None and task.draft.error is None:
             task.grammar.rollback(len(_spelled(member, task.draft)))
+    return [not _goes_on(member, task) for task in tasks]
 
 
 def _spelled(member: Member, proposed: Draft) -> bytes:

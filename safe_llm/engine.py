@@ -143,7 +143,7 @@ class Engine:
             MemberError: A member's forward pass failed, which concerns every row of the batch.
         """
         marks = [self._clock()]
-        rows = self._draft(rows)
+        everybody, rows = rows, self._draft(rows)
         marks.append(self._clock())
         tasks = [self._task(row) for row in rows]
         marks.append(self._clock())
@@ -168,13 +168,14 @@ class Engine:
             )
             committed.append((row, row.commit(verdict, self.drafter, self._clock())))
         marks.append(self._clock())
-        self._report(committed, marks, ahead_s)
+        waiting = [row for row in everybody if row not in rows and not row.is_done]
+        self._report(committed, waiting, marks, ahead_s)
         for row in rows:
             if row.finished is not None and row.error is None:
                 row.finish(self.members, self._clock())
 
     def _draft(self, rows: Sequence[Row]) -> list[Row]:
-        """Step 1. Rows without room end here; rows whose logits are not finite fail here."""
+        """Step 1. Rows without room end here, rows whose logits are not finite fail here; the rest are to verify now."""
         tasks = {}
         for row in rows:
             task = self._draft_task(row)
@@ -183,11 +184,11 @@ class Engine:
                 row.finish(self.members, self._clock())
             else:
                 tasks[row] = task
-        draft(self.drafter, list(tasks.values()))
+        are_done = draft(self.drafter, list(tasks.values()))
         for row, task in tasks.items():
             row.error = row.draft.error
             row.draft.size = min(len(row.draft.ids), task.enough() or task.limit)
-        return [row for row in tasks if row.error is None]
+        return [row for row, is_done in zip(tasks, are_done, strict=True) if is_done and row.error is None]
 
     def _run_ahead(self, rows: Sequence[Row]) -> float:
         """Let the drafter go on behind the drafts that are being verified; return the seconds that took.
@@ -286,7 +287,13 @@ class Engine:
             return "rejected"
         return "every-token" if self.config.mode == "every-token" else "no-consensus"
 
-    def _report(self, committed: Sequence[tuple[Row, Committed]], marks: Sequence[float], ahead_s: float) -> None:
+    def _report(
+        self,
+        committed: Sequence[tuple[Row, Committed]],
+        waiting: Sequence[Row],
+        marks: Sequence[float],
+        ahead_s: float,
+    ) -> None:
         """Charge the round's phases to every row, since all of them waited for it, and emit their events."""
         drafting, tokenizing, verifying = (b - a for a, b in itertools.pairwise(marks))
         merging = sum(done.verdict.ensemble_s for _, done in committed)
@@ -297,6 +304,8 @@ class Engine:
             ensemble_s=merging,
             total_s=marks[-1] - marks[0],
         )
+        for row in waiting:
+            row.spent = added(row.spent, took)
         for row, done in committed:
             row.spent = added(row.spent, took)
             row.report(done, self._reason(row), took)

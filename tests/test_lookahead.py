@@ -10,11 +10,13 @@ import pytest
 
 import reference
 from helpers import QUESTION, ensemble, tiny_member
+from safe_llm.drafting import Draft, DraftTask, draft
 from safe_llm.events import RoundFinished
 from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, verify_cost
 from safe_llm.lookup import Lookup
-from safe_llm.testing import scripted_ensemble
+from safe_llm.testing import scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level, characters, metaspace, unigram
+from safe_llm.types import SamplingParams
 
 SURE = [1.0] * 64
 
@@ -69,6 +71,32 @@ def test_cost_of_verifying_grows_with_the_verifiers():
     assert verify_cost([4]) == 0.0
     assert verify_cost([None, 7]) == verify_cost([7, None]) == verify_cost([3, 3]) == pytest.approx(4 / 3)
     assert verify_cost([8, 2, 4]) == pytest.approx((0.625 + 0.75) / 0.75)
+
+
+def test_rows_that_are_done_do_not_wait_for_the_few_that_are_not():
+    member = scripted_member("m", characters([]), {"Q": "a long answer"})
+    tasks = []
+    for num_tokens in (2, 9, 2, 9, 2):
+        session = member.open(member.prompter.encode("Q"))
+        member.prefill(session)
+        tasks.append(
+            DraftTask(
+                session=session,
+                ids=[],
+                stable=0,
+                draft=Draft(),
+                limit=20,
+                lookahead=FixedLookahead(num_tokens),
+                sampling=SamplingParams(),
+                uniform=lambda: 0.0,
+            )
+        )
+    before = member.backend.num_forwards
+    assert draft(member, tasks) == [True, False, True, False, True]
+    assert member.backend.num_forwards - before == 2
+    assert [len(task.draft.ids) for task in tasks] == [2] * 5
+    assert draft(member, tasks[1:2]) == [True], "alone it goes on to its end"
+    assert [len(task.draft.ids) for task in tasks] == [2, 9, 2, 2, 2]
 
 
 # ---------------------------------------------------------------------- guesses
