@@ -175,7 +175,7 @@ class Engine:
                 row.finish(self.members, self._clock())
 
     def _draft(self, rows: Sequence[Row]) -> list[Row]:
-        """Step 1. Rows without room end here, rows whose logits are not finite fail here; the rest are to verify now."""
+        """Step 1, and which rows to verify. Rows without room end here; rows whose logits are not finite fail here."""
         tasks = {}
         for row in rows:
             task = self._draft_task(row)
