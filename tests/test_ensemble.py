@@ -346,7 +346,8 @@ def test_row_that_ended_in_a_round_that_failed_is_an_error_and_not_lost():
             raise RuntimeError("a bug in somebody's method")
 
     members = scripted_ensemble({"a": "b", "Who?": "yes"}, {"a": "b", "Who?": "no"}).members
-    outcomes = Ensemble(members, method=Exploding()).generate(["a", "Who?"], return_exceptions=True)
+    config = EnsembleConfig(lookahead=2)  # so that both rows' drafts are done at once
+    outcomes = Ensemble(members, config, method=Exploding()).generate(["a", "Who?"], return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [GenerationError, GenerationError]
     assert "RuntimeError" in str(outcomes[1])
 
@@ -371,7 +372,7 @@ def test_keyboard_interrupt_in_a_forward_leaves_a_working_engine():
 
 
 def test_interrupt_between_two_commits_is_an_error_for_every_row_of_the_round(monkeypatch):
-    safe = scripted_ensemble(ANSWERS, lookahead=5, lookup=False)
+    safe = scripted_ensemble(ANSWERS, lookahead=2, lookup=False)
     first, second = safe.stream("Who?"), safe.stream("How?")
     next(first), next(second)
     commits = []
