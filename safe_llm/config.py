@@ -7,14 +7,26 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 
 from safe_llm.errors import ConfigError, UnknownNameError
 from safe_llm.types import SamplingParams
 
-__all__ = ["PRESETS", "EnsembleConfig", "EnsembleSpec", "MemberConfig", "Mode", "check_names", "preset"]
+__all__ = [
+    "PRESETS",
+    "BackendName",
+    "EnsembleConfig",
+    "EnsembleSpec",
+    "MemberConfig",
+    "Mode",
+    "ServerConfig",
+    "check_names",
+    "preset",
+]
 
+BackendName = Literal["transformers", "llama-cpp", "vllm", "sglang"]
 Mode = Literal["safe", "every-token", "drafter"]
 MethodName = Literal["auto", "unite", "gac", "prefix-mass"]
 SharpeningName = Literal["prefix", "geometric", "none"]
@@ -43,12 +55,47 @@ class _Strict(BaseModel):
             raise ConfigError(f"{'.'.join(where) or 'configuration'}: {what}, got {first.get('input')!r}") from None
 
 
+class ServerConfig(_Strict):
+    """A server that holds a member's weights.
+
+    Attributes:
+        url: Its address, `http://host:port`, without a path of the API.
+        model: The name under which it serves the model; by default the member's `model`.
+        api_key: Sent as a bearer token. Shown nowhere.
+        timeout_s: Seconds that one call may take.
+        max_retries: How often a call is repeated after a connection error or an answer 429, 502, 503 or 504.
+        top_k: Most likely tokens that it is asked for at every position.
+        tokens_per_call: Tokens that a drafter is asked for in one call.
+    """
+
+    url: str
+    model: str | None = Field(default=None, min_length=1)
+    api_key: SecretStr | None = None
+    timeout_s: float = Field(default=60.0, gt=0.0)
+    max_retries: int = Field(default=2, ge=0, le=10)
+    top_k: int = Field(default=20, ge=2, le=1000)
+    tokens_per_call: int = Field(default=8, ge=1, le=64)
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("write it as http://host:port")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("give credentials as api_key, not in the address")
+        return url.rstrip("/")
+
+
 class MemberConfig(_Strict):
     """One model of the ensemble.
 
     Attributes:
         model: A demo model's name, a local folder, a `.gguf` file, or a hub id (`owner/name`).
         name: How errors, events and traces call it; by default the last part of `model`.
+        backend: What runs it: `transformers`, `llama-cpp` (GGUF files as they are), or a server, `vllm` or `sglang`;
+            then `model` says which tokenizer and chat template it has.
+        server: Where the server is; with `vllm` and `sglang` only.
         revision: Branch, tag or commit, hub ids only.
         dtype: `auto` is bfloat16 where the device computes fast in it, else float32.
         device: `cpu`, `cuda:1`, ...; None spreads the members over the GPUs, one each, or takes the CPU.
@@ -63,6 +110,8 @@ class MemberConfig(_Strict):
 
     model: str = Field(min_length=1)
     name: str | None = Field(default=None, min_length=1)
+    backend: BackendName = "transformers"
+    server: ServerConfig | None = None
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
@@ -77,6 +126,13 @@ class MemberConfig(_Strict):
     def _one_placement(self) -> Self:
         if self.device is not None and self.device_map is not None:
             raise ValueError("give device or device_map, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _server_where_needed(self) -> Self:
+        if (self.backend in ("vllm", "sglang")) != (self.server is not None):
+            needs = "needs" if self.server is None else "has no"
+            raise ValueError(f"backend {self.backend!r} {needs} server")
         return self
 
     @property

@@ -350,7 +350,7 @@ def load_members(configs: Sequence[MemberConfig], *, progress: bool = True) -> l
         ModelError: One cannot be had or used.
     """
     check_names([config.display_name for config in configs])
-    from safe_llm.backends.hf import place
+    from safe_llm.backends.loading import place
 
     return [
         Member.load(config, device=device, progress=progress)

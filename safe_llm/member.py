@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safe_llm.backends.base import Backend, Feed, Scores
+from safe_llm.backends.kinds import KINDS
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ContextOverflowError, UnsupportedModelError
 from safe_llm.grammar import Grammar, GrammarTokenizer
@@ -117,30 +118,22 @@ class Member:
         Raises:
             ModelError: It cannot be had, is damaged, or cannot be a member.
         """
-        from safe_llm.backends.hf import HFBackend, end_ids_of
-        from safe_llm.backends.loading import load_model
         from safe_llm.models import resolve
         from safe_llm.models.verdicts import Verdict
 
-        resolved = resolve(config, progress=progress)
-        model = load_model(resolved.path, config=config, device=device)
+        kind = KINDS[config.backend]
+        resolved = resolve(config, needs=kind.needs, progress=progress)
+        model = kind.open_model(config, resolved.weights, device)
         files = load_tokenizer(
             resolved.path,
             canonical=resolved.source in ("demo", "gguf"),
             trust_remote_code=config.trust_remote_code,
         )
-        ends = [*end_ids_of(model), *([] if files.eos_id is None else [files.eos_id])]
-        vocabulary = Vocabulary(files.spec, width=HFBackend.width_of(model), end_ids=ends)
-        fingerprint = f"{resolved.fingerprint}:{model.dtype}"
+        ends = [*model.end_ids, *([] if files.eos_id is None else [files.eos_id])]
+        vocabulary = Vocabulary(files.spec, width=model.width, end_ids=ends)
+        fingerprint = f"{resolved.fingerprint}:{model.identity}"
         verdict = Verdict(fingerprint, str(model.device))
-        backend = HFBackend(
-            model,
-            symbols=vocabulary.symbols,
-            name=config.display_name,
-            max_context=config.max_context,
-            self_check=config.self_check and not verdict.passed,
-            fixed_shapes=config.cuda_graphs,
-        )
+        backend = model.connect(vocabulary.symbols, config.self_check and not verdict.passed)
         if config.self_check:
             verdict.remember()
         return cls(
@@ -150,9 +143,9 @@ class Member:
             prompter=Prompter(vocabulary, files.template, config.template_kwargs),
             fingerprint=fingerprint,
             licence=resolved.licence,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
-            num_bytes=sum(weight.nbytes for weight in model.parameters()),
+            dtype=model.dtype,
+            device=model.device,
+            num_bytes=model.num_bytes,
         )
 
     # ------------------------------------------------------------------ sessions

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfi
 
 from safe_llm.backends import hf, layers
 from safe_llm.backends.base import Feed
-from safe_llm.backends.hf import HFBackend, end_ids_of, load_model, place
+from safe_llm.backends.hf import HFBackend
+from safe_llm.backends.loading import end_ids_of, load_model, place
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ConfigError, MemberError, ModelCorruptError, UnsupportedModelError
 from safe_llm.testing import plain_symbols

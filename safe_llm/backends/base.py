@@ -3,12 +3,13 @@
 A backend holds one model and the state (KV cache) of any number of rows. The engine sees ids going in and `Scores`
 coming out. Whatever a backend computes on stays on its device until a `Scores` method asks for a few numbers.
 
-A new backend is one file that implements `Backend` and passes `safe_llm.testing.BackendConformance`.
+A new backend is one file that implements `Backend`, passes `safe_llm.testing.BackendConformance`, and has a function
+`open_model`; `safe_llm.backends.kinds` lists it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Backend", "Feed", "FloatArray", "IntArray", "Ints", "Scores", "Symbols"]
+__all__ = ["Backend", "Feed", "FloatArray", "IntArray", "Ints", "OpenModel", "Scores", "Symbols"]
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -171,3 +172,26 @@ class Backend(Protocol):
             ContextOverflowError: A row would exceed `max_context`. No row has changed.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenModel:
+    """A model that is loaded, or a server that answers, before it is known what its ids mean.
+
+    Attributes:
+        width: Columns of its logits; may exceed its tokenizer's size.
+        end_ids: Ids that end an answer, as far as the model says.
+        connect: Makes the backend; its second argument asks for a self-check of the cache.
+        identity: What tells its scores from those of the same files elsewhere: type of the weights, server.
+        dtype: Of the weights, as far as known.
+        device: Where they are, as far as known.
+        num_bytes: Of the weights, as far as known.
+    """
+
+    width: int
+    end_ids: Sequence[int]
+    connect: Callable[[Symbols, bool], Backend]
+    identity: str
+    dtype: str | None = None
+    device: str | None = None
+    num_bytes: int | None = None

@@ -7,11 +7,9 @@ plain causal kernel gives the same: a lone row's next token, and the first chunk
 from __future__ import annotations
 
 import inspect
-import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from safe_llm.backends.attention import use_packed_attention
-from safe_llm.backends.base import Feed, Symbols
+from safe_llm.backends.base import Backend, Feed, OpenModel, Symbols
+from safe_llm.backends.clock import PassClock
 from safe_llm.backends.dense import DenseScores, SymbolColumns
 from safe_llm.backends.graphs import MOST_TOKENS, CudaCapture, GraphedPasses, bucket_of, kv_bucket_of
 from safe_llm.backends.layers import (
@@ -31,12 +30,13 @@ from safe_llm.backends.layers import (
     context_limit,
     refuse_unsupported,
 )
-from safe_llm.backends.loading import load_model, place
+from safe_llm.backends.loading import end_ids_of, load_model
 from safe_llm.backends.selfcheck import check_cache
 from safe_llm.backends.slots import SlotCache, SlotPass
+from safe_llm.config import MemberConfig
 from safe_llm.errors import ConfigError, ContextOverflowError, MemberError, UnsupportedModelError
 
-__all__ = ["HFBackend", "end_ids_of", "load_model", "place"]
+__all__ = ["HFBackend", "open_model"]
 
 # Feeds up to this long share one ragged pass; what is shorter is padded to the longest.
 _MAX_SHARED = 32
@@ -98,11 +98,11 @@ class HFBackend:
         self._graphs: GraphedPasses | None = None
         if fixed_shapes and model.device.type == "cuda":
             self._graphs = GraphedPasses(self._cache, CudaCapture(model.device))
-        self._clock = _Clock()
+        self._clock = PassClock()
         self.num_forwards = 0
         if self_check:
             check_cache(self, model, symbols)
-            self.num_forwards, self._clock = 0, _Clock()
+            self.num_forwards, self._clock = 0, PassClock()
 
     @staticmethod
     def width_of(model: PreTrainedModel) -> int:
@@ -347,44 +347,26 @@ class _Call:
         return logits[:, -keep:]
 
 
-class _Clock:
-    """Adds up the time of passes: wall clock on a CPU, device events on a GPU, which need no synchronisation."""
+def open_model(config: MemberConfig, path: Path, device: str | None) -> OpenModel:
+    """Load a model from a folder; see `load_model` for the errors."""
+    model = load_model(path, config=config, device=device)
 
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+    def connect(symbols: Symbols, self_check: bool) -> Backend:
+        return HFBackend(
+            model,
+            symbols=symbols,
+            name=config.display_name,
+            max_context=config.max_context,
+            self_check=self_check,
+            fixed_shapes=config.cuda_graphs,
+        )
 
-    @contextmanager
-    def measure(self, device: torch.device) -> Iterator[None]:
-        """Add the time of what happens inside, kernels that it started included."""
-        if device.type != "cuda":
-            started = time.perf_counter()
-            yield
-            self._total_s += time.perf_counter() - started
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record(torch.cuda.current_stream(device))
-        yield
-        end.record(torch.cuda.current_stream(device))
-        self._pending.append((begin, end))
-        while len(self._pending) > 1 and self._pending[0][1].query():  # type: ignore[no-untyped-call]
-            self._add(*self._pending.popleft())
-
-    def seconds(self) -> float:
-        """Return the sum, after waiting for what still runs."""
-        while self._pending:
-            self._add(*self._pending.popleft())
-        return self._total_s
-
-    def _add(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        end.synchronize()
-        self._total_s += begin.elapsed_time(end) / 1000
-
-
-def end_ids_of(model: PreTrainedModel) -> list[int]:
-    """Return the ids that end an answer according to the model's two configurations, the generation's first."""
-    found: list[int] = []
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        ends = getattr(config, "eos_token_id", None)
-        found += ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return list(dict.fromkeys(found))
+    return OpenModel(
+        width=HFBackend.width_of(model),
+        end_ids=end_ids_of(model),
+        connect=connect,
+        identity=str(model.dtype),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        num_bytes=sum(weight.nbytes for weight in model.parameters()),
+    )

@@ -14,7 +14,7 @@ from transformers.utils import logging
 from safe_llm.config import MemberConfig
 from safe_llm.errors import ConfigError, ModelCorruptError, UnsupportedModelError
 
-__all__ = ["load_model", "place", "quiet_transformers"]
+__all__ = ["end_ids_of", "load_model", "place", "quiet_transformers"]
 
 
 def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTrainedModel:
@@ -58,6 +58,15 @@ def load_model(path: Path, *, config: MemberConfig, device: str | None) -> PreTr
         )
     loaded: PreTrainedModel = model
     return loaded
+
+
+def end_ids_of(model: PreTrainedModel) -> list[int]:
+    """Return the ids that end an answer according to the model's two configurations, the generation's first."""
+    found: list[int] = []
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        ends = getattr(config, "eos_token_id", None)
+        found += ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return list(dict.fromkeys(found))
 
 
 def _check_device(device: str | None) -> None:

@@ -28,6 +28,8 @@ __all__ = ["ResolvedModel", "resolve"]
 
 _BLOCK_BYTES = 1 << 22
 
+Needs = Literal["safetensors", "gguf", "tokenizer"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedModel:
@@ -49,12 +51,22 @@ class ResolvedModel:
     licence: str | None
     fingerprint: str
 
+    @property
+    def weights(self) -> Path:
+        """What a backend loads."""
+        return self.path
 
-def resolve(config: MemberConfig, *, progress: bool = True) -> ResolvedModel:
+
+def resolve(config: MemberConfig, *, needs: Needs = "safetensors", progress: bool = True) -> ResolvedModel:
     """Return the local folder of a member's model; fetch and convert it first where that is needed.
 
     A demo model's name comes first, then an existing folder or `.gguf` file, then a hub id. What is in the cache
     costs milliseconds: nothing is hashed or loaded.
+
+    Args:
+        config: Which model.
+        needs: What of it is needed here: its weights, or only configuration and tokenizer.
+        progress: Show progress bars on a terminal.
 
     Raises:
         UnknownNameError: Neither a demo model nor a path nor a hub id.
@@ -70,10 +82,10 @@ def resolve(config: MemberConfig, *, progress: bool = True) -> ResolvedModel:
     if name in DEMO_MODELS:
         return _resolve_demo(DEMO_MODELS[name], progress)
     if kind == "folder":
-        return _resolve_folder(Path(name).expanduser())
+        return _resolve_folder(Path(name).expanduser(), needs)
     if kind == "file":
         return _resolve_file(Path(name).expanduser().resolve(), progress)
-    return _resolve_hub(config, progress)
+    return _resolve_hub(config, needs, progress)
 
 
 def _path_kind(text: str) -> Literal["folder", "file"] | None:
@@ -130,11 +142,11 @@ def _convert(gguf: Path, target: Path, name: str, display: Progress) -> str | No
     return str(licence) if licence else None
 
 
-def _resolve_folder(path: Path) -> ResolvedModel:
+def _resolve_folder(path: Path, needs: Needs) -> ResolvedModel:
     from safe_llm.models.folder import check_folder, fingerprint_folder
 
     folder = path.resolve()
-    check_folder(folder)
+    check_folder(folder, weights=needs == "safetensors")
     return ResolvedModel(
         path=folder,
         name=folder.name,
@@ -192,7 +204,7 @@ def _hash(path: Path, size: int, display: Progress) -> str:
     return digest.hexdigest()
 
 
-def _resolve_hub(config: MemberConfig, progress: bool) -> ResolvedModel:
+def _resolve_hub(config: MemberConfig, needs: Needs, progress: bool) -> ResolvedModel:
     from safe_llm.models.hub import download_snapshot, is_hub_id
 
     name = config.model
@@ -202,10 +214,16 @@ def _resolve_hub(config: MemberConfig, progress: bool) -> ResolvedModel:
                 f"there is no model at {name!r}", hint="give an existing folder or .gguf file, or a hub id (owner/name)"
             )
         raise UnknownNameError("model", name, DEMO_MODELS)
-    path = download_snapshot(name, revision=config.revision, with_code=config.trust_remote_code, progress=progress)
+    path = download_snapshot(
+        name,
+        revision=config.revision,
+        with_code=config.trust_remote_code,
+        with_weights=needs == "safetensors",
+        progress=progress,
+    )
     from safe_llm.models.folder import check_folder
 
-    check_folder(path)
+    check_folder(path, weights=needs == "safetensors")
     return ResolvedModel(
         path=path,
         name=name,

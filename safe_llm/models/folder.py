@@ -17,8 +17,8 @@ _IDENTITY = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 _MAX_HEADER_BYTES = 100_000_000
 
 
-def check_folder(folder: Path) -> None:
-    """Check that `folder` holds a configuration, whole safetensors weights and a tokenizer.
+def check_folder(folder: Path, *, weights: bool = True) -> None:
+    """Check that `folder` holds a configuration, safetensors weights (where needed) and a tokenizer, all whole.
 
     Reads the headers of the weights, not the weights.
 
@@ -32,8 +32,8 @@ def check_folder(folder: Path) -> None:
             f"{str(folder)!r} has no config.json", hint="give the folder that holds config.json and the weights"
         )
     _read_object(folder / "config.json")
-    for weights in _weight_files(folder):
-        _check_safetensors(weights)
+    for file in _weight_files(folder) if weights else ():
+        _check_safetensors(file)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise UnsupportedModelError(
             f"{str(folder)!r} has no tokenizer", hint="put the model's tokenizer.json into the folder"

@@ -13,7 +13,8 @@ from safe_llm.models.disk import is_disk_full
 
 __all__ = ["download_snapshot", "is_hub_id"]
 
-_DATA = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_DATA = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHTS = ("*.safetensors",)
 _DUPLICATES = ("*/*.safetensors", "*/*.json", "*/*.model", "consolidated*.safetensors")
 _CODE = ("*.py",)
 
@@ -32,7 +33,9 @@ def is_hub_id(text: str) -> bool:
     return True
 
 
-def download_snapshot(repo_id: str, *, revision: str | None, with_code: bool, progress: bool) -> Path:
+def download_snapshot(
+    repo_id: str, *, revision: str | None, with_code: bool, with_weights: bool, progress: bool
+) -> Path:
     """Download a model into the hub's cache, or take what is there, and return its folder, named by the commit.
 
     Raises:
@@ -46,7 +49,7 @@ def download_snapshot(repo_id: str, *, revision: str | None, with_code: bool, pr
             snapshot_download(
                 repo_id,
                 revision=revision,
-                allow_patterns=[*_DATA, *(_CODE if with_code else ())],
+                allow_patterns=[*_DATA, *(_WEIGHTS if with_weights else ()), *(_CODE if with_code else ())],
                 ignore_patterns=list(_DUPLICATES),
             )
         )
