@@ -160,6 +160,8 @@ class EnsembleConfig(_Strict):
         weights: One per member, drafter first, any positive scale; None is equal.
         prefix_caching: Compute only what is new of a prompt that begins like one under way, or like the last one. Keeps
             the last request's cache until the next request, or until the ensemble is closed.
+        on_verifier_failure: `fail` the requests that need it, or `continue` without it to the end of these answers:
+            `Result.lost` names it. Further requests do without it for half a minute.
         max_batch_size: Rows decoded at once; further requests wait.
     """
 
@@ -174,6 +176,7 @@ class EnsembleConfig(_Strict):
     sharpening_threshold: float = Field(default=0.1, ge=0.0, le=1.0)
     top_k: int = Field(default=10, ge=1, le=1000)
     weights: tuple[float, ...] | None = None
+    on_verifier_failure: Literal["fail", "continue"] = "fail"
     max_batch_size: int = Field(default=16, ge=1, le=1024)
 
     def normalized_weights(self, num_members: int) -> tuple[float, ...]:

@@ -13,14 +13,18 @@ The engine owns no thread and no lock; `safe_llm.ensemble` drives it for many ca
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from safe_llm.alignment import Alignment
 from safe_llm.config import EnsembleConfig
 from safe_llm.drafting import DraftTask, draft
-from safe_llm.errors import ConfigError
+from safe_llm.errors import ConfigError, MemberError
 from safe_llm.events import Timings, added
+from safe_llm.grammar import Grammar
 from safe_llm.lookahead import AdaptiveLookahead, FixedLookahead, Lookahead, verify_cost
 from safe_llm.lookup import Lookup
 from safe_llm.member import Member
@@ -28,10 +32,14 @@ from safe_llm.methods import make_method
 from safe_llm.methods.base import Method
 from safe_llm.row import Committed, Row
 from safe_llm.types import FinishDetail
-from safe_llm.verification import Track, VerifyTask, align, check_finite, score
+from safe_llm.verification import Track, VerifyTask, align, find_non_finite, score
 from safe_llm.walk import walk
 
 __all__ = ["Engine"]
+
+_LOG = logging.getLogger(__name__)
+_REST_S = 30.0
+"""For how long a verifier that failed is not asked again, where requests may go on without it."""
 
 
 class Engine:
@@ -61,6 +69,7 @@ class Engine:
         elsewhere = any(verifier.device != self.drafter.device for verifier in self.verifiers)
         self.runs_ahead = config.mode == "safe" and (elsewhere if config.run_ahead is None else config.run_ahead)
         self._clock = clock
+        self._resting: dict[str, tuple[float, str]] = {}  # verifiers that failed: until when, and how
         lacking = [m.name for m in self.members if not m.backend.has_dense_scores]
         if self.verifiers and self.method.needs_dense and lacking:
             raise ConfigError(
@@ -96,8 +105,6 @@ class Engine:
         started = self._clock()
         request = row.request
         prompts = [member.prompter.encode(request.prompt, request.tools) for member in self.members]
-        if request.grammar is not None:
-            row.grammars = [member.follow(request.grammar) for member in self.members]
         for member, prompt in zip(self.members, prompts, strict=True):
             member.check_prompt(prompt)
         encoded = self._clock()
@@ -105,26 +112,41 @@ class Engine:
         if self.config.lookup and self.config.mode != "every-token":
             row.lookup = Lookup(prompts[0])
         row.forwards_before = {member.name: member.backend.num_forwards for member in self.members}
+        row.weight = self.weights[0]
         try:
-            for member, prompt in zip(self.members, prompts, strict=True):
-                session = member.open(prompt)
-                if member is self.drafter:
-                    row.session = session
-                else:
-                    row.tracks.append(Track(session, Alignment(member.vocabulary)))
-                member.prefill(session, share=self.config.prefix_caching)
+            row.grammar = self._grammar(row, self.drafter)
+            row.session = self.drafter.open(prompts[0])
+            self.drafter.prefill(row.session, share=self.config.prefix_caching)
+            for verifier, weight, prompt in zip(self.verifiers, self.weights[1:], prompts[1:], strict=False):
+                self._let_in(row, verifier, weight, prompt)
         except BaseException:
             self.leave(row)
             raise
         row.spent = Timings(tokenize_s=encoded - started, prefill_s=self._clock() - encoded)
+
+    def _let_in(self, row: Row, verifier: Member, weight: float, prompt: Sequence[int]) -> None:
+        """Bring a row's prompt into a verifier, unless that has just failed and the row may do without it."""
+        until, reason = self._resting.get(verifier.name, (-math.inf, ""))
+        if self._clock() < until:
+            row.lose(verifier.name, reason)
+            return
+        grammar = self._grammar(row, verifier)
+        with self._surviving(verifier, [row]):
+            track = Track(verifier, weight, verifier.open(prompt), Alignment(verifier.vocabulary), grammar)
+            row.tracks.append(track)
+            verifier.prefill(track.session, share=self.config.prefix_caching)
+
+    @staticmethod
+    def _grammar(row: Row, member: Member) -> Grammar | None:
+        return None if row.request.grammar is None else member.follow(row.request.grammar)
 
     def leave(self, row: Row) -> None:
         """Free the row's caches, whatever state it is in; the last row's are kept for a prompt that begins alike."""
         keep = self.config.prefix_caching and row.error is None  # what failed may hold a NaN
         if row.session is not None:
             self.drafter.close(row.session, keep=keep)
-        for member, track in zip(self.verifiers, row.tracks, strict=False):
-            member.close(track.session, keep=keep)
+        for track in row.tracks:
+            track.member.close(track.session, keep=keep)
         row.session, row.tracks = None, []
 
     def release(self) -> None:
@@ -147,10 +169,11 @@ class Engine:
         marks.append(self._clock())
         tasks = [self._task(row) for row in rows]
         marks.append(self._clock())
-        for number, verifier in enumerate(self.verifiers):
-            score(verifier, number, [task for task in tasks if task.error is None])
+        for verifier in self.verifiers:
+            with self._surviving(verifier, rows):
+                score(verifier, [task for task in tasks if task.error is None])
         ahead_s = self._run_ahead(rows) if self.runs_ahead else 0.0
-        check_finite(self.verifiers, tasks)
+        self._hear(rows, tasks)
         committed: list[tuple[Row, Committed]] = []
         for row, task in zip(rows, tasks, strict=True):
             error = task.error or row.draft.error
@@ -160,8 +183,7 @@ class Engine:
             verdict = walk(
                 task,
                 drafter=self.drafter,
-                verifiers=self.verifiers,
-                weights=self.weights,
+                weights=row.weights,
                 method=self.method,
                 threshold=self.config.consensus_threshold,
                 clock=self._clock,
@@ -173,6 +195,36 @@ class Engine:
         for row in rows:
             if row.finished is not None and row.error is None:
                 row.finish(self.members, self._clock())
+
+    def _hear(self, rows: Sequence[Row], tasks: Sequence[VerifyTask]) -> None:
+        """Wait for the verifiers' passes. Scores that are not finite are a failure in that row alone."""
+        for verifier in self.verifiers:
+            with self._surviving(verifier, rows):
+                for i, error in find_non_finite(verifier, tasks):
+                    if self.config.on_verifier_failure == "fail":
+                        tasks[i].error = tasks[i].error or error
+                    else:
+                        self._lose(verifier, [rows[i]], error)
+
+    @contextmanager
+    def _surviving(self, verifier: Member, rows: Sequence[Row]) -> Iterator[None]:
+        """Let the rows go on without the verifier if it fails inside, and it may (`on_verifier_failure`)."""
+        try:
+            yield
+        except MemberError as error:
+            if self.config.on_verifier_failure == "fail":
+                raise
+            self._resting[verifier.name] = self._clock() + _REST_S, str(error)
+            self._lose(verifier, rows, error)
+
+    @staticmethod
+    def _lose(verifier: Member, rows: Sequence[Row], error: MemberError) -> None:
+        _LOG.warning("%d answers go on without a verifier: %s", len(rows), error)
+        for row in rows:
+            for track in row.tracks:
+                if track.member is verifier:
+                    verifier.close(track.session)
+            row.lose(verifier.name, str(error))
 
     def _draft(self, rows: Sequence[Row]) -> list[Row]:
         """Step 1, and which rows to verify. Rows without room end here; rows whose logits are not finite fail here."""
@@ -217,7 +269,7 @@ class Engine:
             uniform=row.uniform,
             lookup=row.lookup,
             guess=row.guess,
-            grammar=row.grammars[0] if row.grammars else None,
+            grammar=row.grammar,
         )
 
     def _lookahead(self) -> Lookahead:
@@ -236,7 +288,7 @@ class Engine:
         if row.session is None:
             return 0
         rooms = [self.drafter.room(row.session, len(row.ids))]
-        rooms += [m.room(t.session, len(t.alignment.ids)) for m, t in zip(self.verifiers, row.tracks, strict=True)]
+        rooms += [track.room for track in row.tracks]
         return max(min(row.request.sampling.max_tokens - len(row.ids), *rooms), len(row.draft.ids))
 
     def _task(self, row: Row) -> VerifyTask:
@@ -253,12 +305,7 @@ class Engine:
             finally:
                 del row.text[length:]
             row.unchanged = length
-            over = [
-                m
-                for m, t in zip(self.verifiers, row.tracks, strict=True)
-                if m.room(t.session, len(t.alignment.ids)) < 0
-            ]
-            if not over:
+            if all(track.room >= 0 for track in row.tracks):
                 break
             row.draft.drop_last()
             task = self._new_task(row)
@@ -279,7 +326,6 @@ class Engine:
             uniform=row.uniform,
             every_token=self.config.mode == "every-token",
             detailed=row.detailed,
-            grammars=row.grammars[1:],
         )
 
     def _reason(self, row: Row) -> str:

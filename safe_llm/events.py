@@ -21,6 +21,7 @@ __all__ = [
     "EnsemblePoint",
     "Event",
     "GenerationFinished",
+    "LostVerifier",
     "Outcome",
     "Result",
     "RoundFinished",
@@ -246,6 +247,21 @@ def added(one: Timings, other: Timings) -> Timings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LostVerifier:
+    """A verifier that failed, and without which an answer was finished (`EnsembleConfig.on_verifier_failure`).
+
+    Attributes:
+        member: Its name.
+        position: How many tokens had been generated; from here on it had no say.
+        reason: What happened, without text of the prompt or the answer.
+    """
+
+    member: str
+    position: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """One finished answer.
 
@@ -259,6 +275,7 @@ class Result:
         timings: Seconds per phase.
         logprobs: Per token, or None unless asked for.
         seed: The seed that reproduces a sampled answer; None when greedy.
+        lost: Verifiers that failed meanwhile, in that order; empty unless the ensemble may go on without them.
     """
 
     text: str
@@ -270,6 +287,7 @@ class Result:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] | None = None
     seed: int | None = None
+    lost: tuple[LostVerifier, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,9 @@ def safe_record(result: Result, *, members: Sequence[str], mode: str, method: st
     }
     if result.seed is not None:
         record["seed"] = result.seed
+    if result.lost:
+        # positions as text, for the reason above
+        record["lost"] = [f"{lost.member} after {lost.position} tokens: {lost.reason}" for lost in result.lost]
     return record
 
 

@@ -17,6 +17,7 @@ from safe_llm.events import (
     EnsemblePoint,
     Event,
     GenerationFinished,
+    LostVerifier,
     Result,
     RoundFinished,
     TextDelta,
@@ -62,8 +63,9 @@ class Row:
         submitted_s: Clock when it was submitted.
         detailed: Somebody reads the events: report what the decisions did not need, too.
         session: The drafter's session; None before the row has joined.
-        tracks: The row on each verifier.
-        grammars: Where the row stands in its grammar, for each member, the drafter first; empty without one.
+        tracks: The row on each verifier that takes part.
+        weight: The drafter's.
+        grammar: Where the row stands in its grammar, in the drafter's tokens; None without one.
         ids: Generated drafter ids, END excluded.
         text: Their bytes: the truth that every member's ids are views of.
         stable: How many of `ids` were committed before the last round.
@@ -87,7 +89,8 @@ class Row:
     detailed: bool = False
     session: Session | None = None
     tracks: list[Track] = field(default_factory=list)
-    grammars: Sequence[Grammar] = ()
+    weight: float = 1.0
+    grammar: Grammar | None = None
     ids: list[int] = field(default_factory=list)
     text: bytearray = field(default_factory=bytearray)
     stable: int = 0
@@ -109,6 +112,7 @@ class Row:
     _points: list[EnsemblePoint] = field(default_factory=list)
     _outcomes: Counter[str] = field(default_factory=Counter)
     _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _lost: list[LostVerifier] = field(default_factory=list)
     _num_rounds: int = 0
     _num_drafted: int = 0
     _num_accepted: int = 0
@@ -126,6 +130,12 @@ class Row:
     def is_done(self) -> bool:
         """Whether nothing more will happen to this row: its result is out, or it failed."""
         return self.has_result or self.error is not None
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of those who take part, the drafter's first; their sum is 1."""
+        weights = (self.weight, *(track.weight for track in self.tracks))
+        return tuple(weight / sum(weights) for weight in weights) if self._lost else weights
 
     def uniform(self) -> float:
         """Draw from [0, 1) with this row's own generator, whoever shares the batch."""
@@ -163,7 +173,7 @@ class Row:
                 self.finished = FinishDetail.MAX_TOKENS
                 break
         try:
-            for grammar in self.grammars:
+            for grammar in self._grammars():
                 grammar.advance(bytes(self.text[before:]))
         except GenerationError as error:
             self.error = error
@@ -178,6 +188,20 @@ class Row:
             data=bytes(self.text[before:]),
             text=text,
         )
+
+    def _grammars(self) -> list[Grammar]:
+        return [g for g in (self.grammar, *(track.grammar for track in self.tracks)) if g is not None]
+
+    def lose(self, verifier: str, reason: str) -> None:
+        """Go on without a verifier for the rest of the answer.
+
+        Args:
+            verifier: Its name; it need not have joined.
+            reason: What happened to it.
+        """
+        self._lost.append(LostVerifier(member=verifier, position=len(self.ids), reason=reason))
+        # a task under way shares this list
+        self.tracks[:] = [track for track in self.tracks if track.member.name != verifier]
 
     def _go_on(self, verdict: Verdict, member: Member) -> None:
         """Keep what was drafted and not decided, and learn from what was."""
@@ -290,6 +314,7 @@ class Row:
             ),
             logprobs=None if self.request.sampling.logprobs is None else tuple(self._logprobs),
             seed=self.seed,
+            lost=tuple(self._lost),
         )
         self.events.append(GenerationFinished(index=self.index, result=result))
         self.has_result = True

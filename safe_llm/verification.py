@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from safe_llm.member import Member, Session, Want
 from safe_llm.types import SamplingParams
 from safe_llm.vocabulary import NOT_EXACT
 
-__all__ = ["Scored", "Track", "VerifyTask", "align", "check_finite", "score"]
+__all__ = ["Scored", "Track", "VerifyTask", "align", "boundary_check", "find_non_finite", "score"]
 
 
 @dataclass(slots=True)
@@ -26,14 +26,25 @@ class Track:
     """One row on one verifier: its session and its view of the generated text.
 
     Attributes:
+        member: The verifier.
+        weight: Its weight.
         session: The session.
         alignment: The generated text in the verifier's tokens.
+        grammar: Where the row stands in its grammar; None without one.
         dirty: Ids from this index on may differ from what the session last saw.
     """
 
+    member: Member
+    weight: float
     session: Session
     alignment: Alignment
+    grammar: Grammar | None = None
     dirty: int = 0
+
+    @property
+    def room(self) -> int:
+        """How many more ids than the text has fit into the verifier's context."""
+        return self.member.room(self.session, len(self.alignment.ids))
 
 
 @dataclass(slots=True)
@@ -41,12 +52,14 @@ class Scored:
     """A verifier's scores for one row.
 
     Attributes:
+        track: The row on this verifier.
         scores: They hold other rows' positions, too.
         offset: This row's first position.
         first: How many generated ids come before it.
         memo: Scratch space for methods.
     """
 
+    track: Track
     scores: Scores
     offset: int
     first: int
@@ -65,14 +78,13 @@ class VerifyTask:
         draft: What the drafter proposes.
         keys: Bytes of the drafted tokens that are to be verified; empty for END.
         offsets: Byte offset at which each drafted token starts.
-        tracks: The row on each verifier.
+        tracks: The row on each verifier that takes part.
         position: Index of the first drafted token among the generated ones.
         sampling: The row's sampling parameters.
         uniform: Draws from [0, 1) for this row.
         blocked: Why the i-th drafted token is no candidate; None where it is one.
         every_token: No boundary check and no consensus check: merge right after the text, whatever its tokens are.
         detailed: Report every asked member's probability, also where C1 needed none, and its best tokens.
-        grammars: Where the row stands in its grammar, for each verifier; empty without one.
         error: Why the row cannot go on.
         scored: What each verifier says; empty where nobody was asked.
         drafter_memo: Scratch space for methods, the drafter's.
@@ -88,10 +100,13 @@ class VerifyTask:
     blocked: list[Outcome | None] = field(default_factory=list)
     every_token: bool = False
     detailed: bool = False
-    grammars: Sequence[Grammar] = ()
     error: GenerationError | None = None
     scored: list[Scored] = field(default_factory=list)
     drafter_memo: dict[Any, Any] = field(default_factory=dict)
+
+    def heard(self) -> list[Scored]:
+        """What those verifiers say that still take part."""
+        return [scored for scored in self.scored if scored.track in self.tracks]
 
     def candidates(self) -> list[int]:
         """Indices of the drafted tokens that passed the boundary check."""
@@ -129,64 +144,74 @@ def _blocked(task: VerifyTask, index: int) -> Outcome | None:
         return Outcome.FORCED
     if task.every_token:
         return None
-    offset = task.offsets[index]
-    for track in task.tracks:
-        count = track.alignment.tokens_before(offset)
+    return boundary_check([track.alignment for track in task.tracks], task.offsets[index], task.keys[index])
+
+
+def boundary_check(alignments: Sequence[Alignment], offset: int, key: bytes) -> Outcome | None:
+    """Say why a drafted token is no candidate, or None.
+
+    Args:
+        alignments: The text, draft included, in every verifier's tokens.
+        offset: Byte at which the token starts.
+        key: Its bytes; empty for END.
+    """
+    for alignment in alignments:
+        count = alignment.tokens_before(offset)
         if count is None:
-            return track.alignment.why_not(offset)
-        own_starts_here = count < len(track.alignment.ids)
-        if task.keys[index] and not (own_starts_here and track.alignment.ends[count] != NOT_EXACT):
+            return alignment.why_not(offset)
+        own_starts_here = count < len(alignment.ids)
+        if key and not (own_starts_here and alignment.ends[count] != NOT_EXACT):
             return Outcome.UNREPRESENTABLE  # it has no exact token of its own to vote with
     return None
 
 
-def score(verifier: Member, index: int, tasks: Sequence[VerifyTask]) -> None:
+def score(verifier: Member, tasks: Sequence[VerifyTask]) -> None:
     """Score the candidates of all rows with one verifier: one ragged forward pass. Rows without a candidate wait.
 
     Args:
         verifier: The member.
-        index: Its place among the verifiers.
-        tasks: The rows, after `align`.
+        tasks: The rows, after `align`; those in which it takes no part are left alone.
 
     Raises:
         MemberError: The forward pass failed.
     """
-    asked = [task for task in tasks if None in task.blocked]
+    asked = [
+        (task, track) for task in tasks if None in task.blocked for track in task.tracks if track.member is verifier
+    ]
     if not asked:
         return
     wants = []
-    for task in asked:
-        track = task.tracks[index]
+    for task, track in asked:
         first = task.count(track, task.candidates()[0])
         tail = track.alignment.ids[track.dirty :]
         wants.append(Want(session=track.session, start=track.dirty, tail=tail, first=first))
     scores, offsets = verifier.score(wants)
     end_id = verifier.vocabulary.symbols.end_id
-    for task, want, offset in zip(asked, wants, offsets, strict=True):
-        track = task.tracks[index]
+    for (task, track), want, offset in zip(asked, wants, offsets, strict=True):
         track.dirty = len(track.alignment.ids)
         early = task.sampling.min_tokens - task.position
         if early > 0 and end_id is not None:
             held = [offset + task.count(track, i) - want.first for i in task.candidates() if i < early]
             if held:
                 scores.forbid_end(held)
-        if task.grammars:
-            _restrict(task, index, scores, offset - want.first)
-        task.scored.append(Scored(scores, offset, want.first))
+        if track.grammar is not None:
+            _restrict(task, track, track.grammar, scores, offset - want.first)
+        task.scored.append(Scored(track, scores, offset, want.first))
 
 
-def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
+def _restrict(task: VerifyTask, track: Track, grammar: Grammar, scores: Scores, shift: int) -> None:
     """Leave the verifier, at every candidate, what the grammar allows there.
 
     Where it can spell nothing of that, it is left alone: the drafter's mask holds.
 
     Args:
         task: The row.
-        index: The verifier's place.
-        scores: Its scores.
+        track: The row on the verifier.
+        grammar: Where it stands there.
+        scores: The verifier's scores.
         shift: From a number of generated ids to a position in `scores`.
     """
-    grammar, followed = task.grammars[index], b""
+    followed = b""
     positions, masks = [], []
     try:
         for i in task.candidates():
@@ -195,7 +220,7 @@ def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
             followed += step
             mask = grammar.allowed()
             if mask.any():
-                positions.append(task.count(task.tracks[index], i) + shift)
+                positions.append(task.count(track, i) + shift)
                 masks.append(mask)
         grammar.rollback(len(followed))
     except GenerationError as error:
@@ -204,16 +229,19 @@ def _restrict(task: VerifyTask, index: int, scores: Scores, shift: int) -> None:
         scores.restrict(positions, np.stack(masks))
 
 
-def check_finite(verifiers: Sequence[Member], tasks: Sequence[VerifyTask]) -> None:
-    """Fail the rows that have a position where a verifier's scores are not finite, candidate or not.
+def find_non_finite(verifier: Member, tasks: Sequence[VerifyTask]) -> Iterator[tuple[int, NonFiniteLogitsError]]:
+    """Yield the indices of the rows that have a position where a verifier's scores are not finite, candidate or not.
 
     Methods look beyond the candidates, and a rollback would leave the NaN behind in the row's cache. This is where the
-    host first waits for a verifier's pass, and it comes after the passes of all.
+    host first waits for the verifier's pass, so it should come after the passes of all.
+
+    Raises:
+        MemberError: The pass had been left to run by itself, and failed.
     """
-    for task in tasks:
-        for verifier, track, scored in zip(verifiers, task.tracks, task.scored, strict=False):
+    for i, task in enumerate(tasks):
+        for scored in [scored for scored in task.scored if scored.track.member is verifier]:
             finite = scored.scores.top1()[1]
-            for count in range(scored.first, len(track.alignment.ids) + 1):
+            for count in range(scored.first, len(scored.track.alignment.ids) + 1):
                 if not finite[scored.position(count)]:
-                    before = track.session.prompt_tokens + count - 1
-                    task.error = task.error or NonFiniteLogitsError(verifier.name, before)
+                    yield i, NonFiniteLogitsError(verifier.name, scored.track.session.prompt_tokens + count - 1)
+                    break

@@ -52,21 +52,29 @@ def walk(
     task: VerifyTask,
     *,
     drafter: Member,
-    verifiers: Sequence[Member],
     weights: Sequence[float],
     method: Method,
     threshold: float,
     clock: Callable[[], float],
 ) -> Verdict:
-    """Go through the draft from the left to the first token that the ensemble replaces (or to its end)."""
+    """Go through the draft from the left to the first token that the ensemble replaces (or to its end).
+
+    Args:
+        task: The row, after scoring.
+        drafter: The drafter.
+        weights: The drafter's, then one per verifier that takes part.
+        method: How distributions are merged.
+        threshold: Of the consensus check.
+        clock: Measures the merging.
+    """
     decisions: list[Decision] = []
     merges: list[tuple[int, Merged]] = []
     num_accepted, replacement, ensemble_s = len(task.keys), None, 0.0
     for i, key in enumerate(task.keys):
-        outcome, point, merged, chosen = task.blocked[i] if verifiers else Outcome.DRAFTED, None, None, key
+        outcome, point, merged, chosen = task.blocked[i] if task.tracks else Outcome.DRAFTED, None, None, key
         started = clock()
         if outcome is None:
-            point = _point(task, i, drafter, verifiers, weights)
+            point = _point(task, i, drafter, weights)
             if i and point.is_open and _is_greedy(task) and method.waits(point):
                 num_accepted = i
                 break
@@ -95,18 +103,19 @@ def walk(
         num_accepted=num_accepted,
         replacement=replacement,
         merges=tuple(merges),
-        guess=_guess(task, verifiers) if num_accepted == len(task.draft.ids) else b"",
+        guess=_guess(task) if num_accepted == len(task.draft.ids) else b"",
         ensemble_s=ensemble_s,
     )
 
 
-def _guess(task: VerifyTask, verifiers: Sequence[Member]) -> bytes:
+def _guess(task: VerifyTask) -> bytes:
     """Text of the token that the first verifier that was asked would put behind the draft; empty for END."""
-    if task.every_token or not task.scored:
+    heard = task.heard()
+    if task.every_token or not heard:
         return b""
-    scored = task.scored[0]
-    position = scored.position(len(task.tracks[0].alignment.ids))
-    return verifiers[0].vocabulary.surface(int(scored.scores.top1()[0][position]))
+    scored = heard[0]
+    position = scored.position(len(scored.track.alignment.ids))
+    return scored.track.member.vocabulary.surface(int(scored.scores.top1()[0][position]))
 
 
 def _decision(task: VerifyTask, index: int, outcome: Outcome, point: Point | None, drafter: Member) -> Decision:
@@ -144,35 +153,33 @@ def _drafter_view(task: VerifyTask, index: int, drafter: Member, weight: float) 
     )
 
 
-def _own_token(verifier: Member, task: VerifyTask, track: Track, index: int) -> int | None:
+def _own_token(task: VerifyTask, track: Track, index: int) -> int | None:
     if task.every_token:
         return None
     if not task.keys[index]:
-        return verifier.vocabulary.symbols.end_id
+        return track.member.vocabulary.symbols.end_id
     return track.alignment.ids[task.count(track, index)]
 
 
-def _point(
-    task: VerifyTask, index: int, drafter: Member, verifiers: Sequence[Member], weights: Sequence[float]
-) -> Point:
+def _point(task: VerifyTask, index: int, drafter: Member, weights: Sequence[float]) -> Point:
     views = [_drafter_view(task, index, drafter, weights[0])]
-    for number, verifier in enumerate(verifiers):
-        track, scored = task.tracks[number], task.scored[number]
+    for scored, weight in zip(task.heard(), weights[1:], strict=True):
+        track, verifier = scored.track, scored.track.member
         count = task.count(track, index)
         position = scored.position(count)
-        own = _own_token(verifier, task, track, index)
+        own = _own_token(task, track, index)
         views.append(
             MemberView(
                 name=verifier.name,
                 vocabulary=verifier.vocabulary,
                 scores=scored.scores,
                 position=position,
-                weight=weights[number + 1],
+                weight=weight,
                 own=own,
                 own_is_best=own is not None and own == int(scored.scores.top1()[0][position]),
                 following=track.alignment.ids[count:],
                 path=[(scored.scores, position + k) for k in range(len(track.alignment.ids) - count + 1)],
-                after=_asker(verifier, track, count),
+                after=_asker(track, count),
                 memo=scored.memo,
             )
         )
@@ -180,9 +187,9 @@ def _point(
     return Point(views=tuple(views), drafted=task.keys[index], rest=rest, is_open=is_open)
 
 
-def _asker(verifier: Member, track: Track, count: int) -> Callable[[Sequence[int]], Scores]:
+def _asker(track: Track, count: int) -> Callable[[Sequence[int]], Scores]:
     def after(ids: Sequence[int]) -> Scores:
-        return verifier.peek(track.session, count, ids)
+        return track.member.peek(track.session, count, ids)
 
     return after
 

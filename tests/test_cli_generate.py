@@ -151,6 +151,7 @@ ENSEMBLE_VALUES = {
     "lookup": False,
     "run_ahead": True,
     "prefix_caching": False,
+    "on_verifier_failure": "continue",
     "max_batch_size": 2,
 }
 SAMPLING_VALUES = {

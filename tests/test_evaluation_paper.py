@@ -23,7 +23,7 @@ def test_settings_are_the_papers():
     assert (config.sharpening, config.sharpening_threshold, config.consensus_threshold) == ("prefix", 0.1, 0.5)
     named = {"mode", "method", "lookahead", "top_k", "sharpening", "sharpening_threshold", "consensus_threshold"}
     assert named <= config.model_fields_set  # written out: changed defaults do not change the recipe
-    speed = {"max_batch_size", "lookup", "run_ahead", "prefix_caching"}
+    speed = {"max_batch_size", "lookup", "run_ahead", "prefix_caching", "on_verifier_failure"}
     assert set(EnsembleConfig.model_fields) - named == {"weights", *speed}
 
 

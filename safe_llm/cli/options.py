@@ -103,6 +103,10 @@ class EnsembleFlags:
         bool | None,
         _ensemble("Compute only what is new of a prompt.", "--prefix-caching/--no-prefix-caching", default="on"),
     ] = None
+    on_verifier_failure: Annotated[
+        str | None,
+        _ensemble("What becomes of answers whose verifier fails.", default="fail", metavar="fail|continue"),
+    ] = None
     max_batch_size: Annotated[int | None, _ensemble("Most requests decoded at once.", default=16)] = None
 
 

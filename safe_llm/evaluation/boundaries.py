@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from safe_llm.alignment import Alignment
-from safe_llm.drafting import Draft
 from safe_llm.evaluation.tokenization import Reading
 from safe_llm.events import Outcome
-from safe_llm.member import Session
-from safe_llm.types import SamplingParams
-from safe_llm.verification import Track, VerifyTask, align
+from safe_llm.verification import boundary_check
 from safe_llm.vocabulary import NOT_EXACT, Vocabulary
 
 __all__ = ["Boundaries", "boundaries_of", "boundary_outcomes"]
@@ -68,21 +65,12 @@ def boundary_outcomes(drafter: Vocabulary, verifier: Vocabulary, data: bytes) ->
     starts = list(dict.fromkeys([0, *(end for end in drafter.encode(data).ends if end != NOT_EXACT)]))
     stops = [*starts[1:], len(data)]
     keys = [data[start:stop] for start, stop in zip(starts, stops, strict=True)]  # the last is END, which is empty
-    track = Track(Session(0, [], 0), Alignment(verifier))
+    alignment = Alignment(verifier)
     outcomes: list[Outcome | None] = []
     unchanged = 0
     for i in range(0, len(starts), LOOKAHEAD):
         drafted = slice(i, i + LOOKAHEAD)
-        task = VerifyTask(
-            draft=Draft(forced=[False] * len(keys[drafted])),
-            keys=keys[drafted],
-            offsets=starts[drafted],
-            tracks=[track],
-            position=i,
-            sampling=SamplingParams(),
-            uniform=float,
-        )
-        align(task, data[: stops[drafted][-1]], unchanged)
-        outcomes += task.blocked
+        alignment.update(data[: stops[drafted][-1]], unchanged)
+        outcomes += [boundary_check([alignment], *it) for it in zip(starts[drafted], keys[drafted], strict=True)]
         unchanged = starts[i]
     return outcomes[1:]  # at byte 0 there is no end
