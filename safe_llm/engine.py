@@ -219,7 +219,7 @@ class Engine:
 
     @staticmethod
     def _lose(verifier: Member, rows: Sequence[Row], error: MemberError) -> None:
-        _LOG.warning("%d answers go on without a verifier: %s", len(rows), error)
+        _LOG.warning("going on without a verifier in %d answers: %s", len(rows), error)
         for row in rows:
             for track in row.tracks:
                 if track.member is verifier:

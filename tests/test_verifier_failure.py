@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from helpers import QUESTION, ensemble, tiny_member
 from safe_llm.config import EnsembleConfig
 from safe_llm.engine import Engine
 from safe_llm.errors import ConfigError, MemberError
 from safe_llm.record import safe_record
+from safe_llm.report.terminal import print_report
 from safe_llm.row import Row
 from safe_llm.testing.tokenizers import byte_level, metaspace, unigram
+from safe_llm.trace import TraceWriter, read_trace
 from safe_llm.types import GenerationRequest, SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -117,7 +121,9 @@ def test_lost_in_the_middle_it_has_no_say_from_there_on(kind, caplog):
         result = lenient(members).generate(QUESTION, max_tokens=40)
     [lost] = result.lost
     assert 0 < lost.position < 40
-    assert [record.getMessage() for record in caplog.records] == [f"1 answers go on without a verifier: {lost.reason}"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"going on without a verifier in 1 answers: {lost.reason}"
+    ]
     assert "member 'w'" in lost.reason
     voted = [set(point.probabilities) for point in result.points]
     assert voted == [{"d", "v", "w"} if point.position < lost.position else {"d", "v"} for point in result.points]
@@ -220,6 +226,17 @@ def test_the_record_names_what_was_lost():
     result = lenient(three(w=(4, {}))).generate(QUESTION, max_tokens=30)
     record = safe_record(result, members=["d", "v", "w"], mode="safe", method="unite", fingerprint="f")
     assert record["lost"] == [f"w after {result.lost[0].position} tokens: member 'w': the server is gone"]
+
+
+def test_trace_and_report_name_what_was_lost(tmp_path):
+    with TraceWriter(tmp_path / "t.jsonl", lenient(three(w=(4, {})))) as writer:
+        result = writer.generate(QUESTION, max_tokens=30)
+    trace = read_trace(tmp_path / "t.jsonl")
+    assert trace.requests[0].result.lost == result.lost != ()
+    out = Console(width=200, file=io.StringIO())
+    print_report(out, [("t", trace)])
+    [line] = [line for line in out.file.getvalue().splitlines() if "w lost" in line]
+    assert f"after {result.lost[0].position} tokens: member 'w': the server is gone" in line
 
 
 def test_an_unknown_policy_is_refused():

@@ -25,6 +25,7 @@ def counter_rows(answer: Answer) -> list[tuple[str, str]]:
         ("replaced", f"{counters.num_replaced} ({counters.replacement_rate:.0%} of tokens)"),
     ]
     rows += [(f"forward passes of {name}", str(count)) for name, count in counters.num_forwards.items()]
+    rows += [(f"{lost.member} lost", f"after {lost.position} tokens: {lost.reason}") for lost in result.lost]
     return rows + ([] if result.seed is None else [("seed", str(result.seed))])
 
 
