@@ -141,6 +141,11 @@ class Ensemble:
         """Whether it refuses new requests."""
         return self._scheduler.is_closed
 
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Requests in the running batch, and requests that wait for a place in it."""
+        return self._scheduler.occupancy
+
     def record(self, result: Result) -> dict[str, Any]:
         """Return what an answer of this ensemble did, as JSON values without its text (`safe_llm.record`)."""
         return safe_record(

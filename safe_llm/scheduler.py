@@ -41,6 +41,11 @@ class Scheduler:
         """Requests that are under way or wait."""
         return len(self._active) + len(self._waiting)
 
+    @property
+    def occupancy(self) -> tuple[int, int]:
+        """Requests that are under way, and requests that wait."""
+        return len(self._active), len(self._waiting)
+
     def run(
         self,
         requests: Sequence[GenerationRequest],

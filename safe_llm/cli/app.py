@@ -17,6 +17,7 @@ from safe_llm.cli.options import (
     SamplingFlags,
     with_flags,
 )
+from safe_llm.cli.server_options import ServerFlags
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -344,3 +345,22 @@ def bench(
     from safe_llm.cli import benchmarking
 
     return benchmarking.run(members, placement, ensemble, flags)
+
+
+@app.command(cls=SectionedCommand)
+@with_flags
+def serve(
+    members: MemberFlags,
+    placement: PlacementFlags,
+    ensemble: EnsembleFlags,
+    sampling: SamplingFlags,
+    server: ServerFlags,
+) -> int:
+    """Answer any OpenAI client over HTTP.
+
+    Requests join and leave the running batch between rounds. The flags of Decoding hold for requests that do not say
+    otherwise. SIGTERM or Ctrl-C: nothing new is let in, and what is under way may finish.
+    """
+    from safe_llm.cli import serving
+
+    return serving.run(members, placement, ensemble, sampling, server)
