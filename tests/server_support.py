@@ -81,6 +81,14 @@ class Server:
     def complete(self, prompt: Any = QUESTION, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": NAME, "prompt": prompt, **fields})
 
+    def raw_chat(self, content: str, **fields: Any) -> socket.socket:
+        """Send a chat request and return the connection, with the reply unread."""
+        body = json.dumps({"model": NAME, "messages": [{"role": "user", "content": content}], **fields})
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=GUARD_S)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        return connection
+
     def metric(self, line: str) -> float:
         """Return the value of one line of `/metrics`, 0 where it is not there yet."""
         found = [row.split()[-1] for row in self.get("/metrics").text.splitlines() if row.startswith(f"{line} ")]
@@ -96,6 +104,14 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.005)
+
+
+def received(connection: socket.socket, mark: bytes) -> bytes:
+    """Read until `mark` has come, or the end."""
+    data = b""
+    while mark not in data and (more := connection.recv(65536)):
+        data += more
+    return data
 
 
 def chunks_of(response: httpx.Response) -> list[Any]:
