@@ -42,7 +42,8 @@ async def read_body(request: Request, limit: int) -> bytes:
         elif length > _DISCARDED * limit:
             break
     if length > limit:
-        raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large")
+        headers = {"Connection": "close"}  # or the rest would be read and dropped, however much there is
+        raise ApiError(413, f"the body is longer than {limit} bytes", code="body_too_large", headers=headers)
     return bytes(body)
 
 
