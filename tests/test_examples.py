@@ -11,6 +11,7 @@ import pytest
 
 from langchain_safe_llm import ChatSafeLLM, SafeLLM
 from safe_llm.testing import scripted_ensemble
+from server_support import Server
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -107,6 +108,18 @@ def test_callback_summary_counts_the_batch(capsys):
     assert handler.n_points >= 4
     assert re.search(r"^runs +4$", out, re.MULTILINE)
     assert "Rome: The " in out
+
+
+@pytest.mark.allow_hosts(["127.0.0.1"])
+def test_openai_client_streams_and_parses(capsys):
+    def reply(transcript):
+        return '{"city": "Paris", "country": "France"}' if "JSON" in transcript else "It is Paris."
+
+    with Server(scripted_ensemble(reply)) as server, server.client() as client:
+        assert example("openai_client").main(client) == "It is Paris."
+    out = capsys.readouterr().out
+    assert re.search(r"\d ensemble points in \d+ tokens, members \['drafter', 'verifier'\]", out)
+    assert "city='Paris' country='France'" in out
 
 
 @pytest.mark.demo
