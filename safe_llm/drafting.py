@@ -134,7 +134,7 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[bool]:
     while len(active) > len(tasks) // 2:
         guesses = [_guess(task, _CHEAP // len(active) - 1) for task in active]
         scores, offsets = member.score([_want(task, guess) for task, guess in zip(active, guesses, strict=True)])
-        _restrict(active, scores, offsets)
+        _restrict(member, active, scores, offsets)
         _take(member, active, guesses, scores, offsets)
         active = [task for task in active if _goes_on(member, task)]
     for task in tasks:
@@ -171,9 +171,9 @@ def _want(task: DraftTask, guess: Sequence[int]) -> Want:
     return Want(session=task.session, start=start, tail=[*last, *guess], first=task.num_ids)
 
 
-def _restrict(tasks: Sequence[DraftTask], scores: Scores, offsets: Sequence[int]) -> None:
+def _restrict(member: Member, tasks: Sequence[DraftTask], scores: Scores, offsets: Sequence[int]) -> None:
     """Leave every row with a grammar only what the grammar allows."""
-    positions, masks = [], []
+    positions, masks, restricted = [], [], []
     for task, offset in zip(tasks, offsets, strict=True):
         if task.grammar is None:
             continue
@@ -189,8 +189,17 @@ def _restrict(tasks: Sequence[DraftTask], scores: Scores, offsets: Sequence[int]
             continue
         positions.append(offset)
         masks.append(mask)
-    if positions:
-        scores.restrict(positions, np.stack(masks))
+        restricted.append(task)
+    if not positions:
+        return
+    scores.restrict(positions, np.stack(masks))
+    if not member.backend.has_dense_scores:
+        for task, (best,) in zip(restricted, scores.top_k(positions, 1)[1], strict=True):
+            if np.isneginf(best):  # what is left is no choice of the drafter's
+                task.draft.error = GenerationError(
+                    "the grammar allows none of the tokens that the drafter's server names",
+                    hint="raise the drafter's server.top_k, or take another drafter",
+                )
 
 
 def _take(
@@ -245,7 +254,7 @@ def _follow(member: Member, task: DraftTask, scores: Scores, position: int) -> N
     if grammar is None:
         task.draft.forced.append(False)
     elif not key:  # END: forced if it is all that is left
-        task.draft.forced.append(bool(np.isneginf(scores.top_k([position], 2)[1][0, -1])))
+        task.draft.forced.append(int(np.count_nonzero(grammar.allowed())) == 1)
     else:
         task.draft.forced.append(grammar.forced().startswith(key))
         try:

@@ -86,7 +86,10 @@ class Scores(Protocol):
         ...
 
     def top_k(self, positions: Sequence[int], k: int) -> tuple[IntArray, FloatArray]:
-        """Return ids [P, k] and logits [P, k], best first, ties to the lowest id; k is clipped to the width."""
+        """Return ids [P, k] and logits [P, k], best first, ties to the lowest id; k is clipped to the width.
+
+        Where a server names only the most likely ids, these come first, and what is not named has -inf here.
+        """
         ...
 
     def logits(self, positions: Ints, ids: Ints) -> FloatArray:
@@ -166,6 +169,8 @@ class Backend(Protocol):
         """Append each feed's ids to its row (a row at most once) and return the kept positions' scores.
 
         The only call that runs the model. A short feed on every row is one pass; a long one may be cut into chunks.
+        A backend whose model runs elsewhere need not wait for it: then the first method of the scores that needs them
+        waits, and raises the `MemberError`, with the rows at their new lengths; what they hold is fed again for free.
 
         Raises:
             MemberError: The model raised (its exception is the cause). No row has changed its length.
