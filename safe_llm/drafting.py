@@ -227,7 +227,7 @@ def _take(
             token_id = _chosen(task, scores, position, int(best[position]))
             task.draft.ids.append(token_id)
             task.draft.scores.append((scores, position))
-            _follow(member, task, scores, position)
+            _follow(member, task)
             if task.lookahead.needs_confidences:
                 taken.append((task.draft, position, token_id))
             if token_id != guessed or member.vocabulary.is_end(token_id):
@@ -248,7 +248,7 @@ def _chosen(task: DraftTask, scores: Scores, position: int, best: int) -> int:
     return draw(probs, task.uniform())
 
 
-def _follow(member: Member, task: DraftTask, scores: Scores, position: int) -> None:
+def _follow(member: Member, task: DraftTask) -> None:
     """Move the row's grammar over the last drafted id, and note whether the grammar left any choice."""
     grammar, key = task.grammar, member.vocabulary.surface(task.draft.ids[-1])
     if grammar is None:

@@ -195,7 +195,7 @@ def test_wrong_feeds_are_refused_before_a_call():
     server, backend = counting()
     row = backend.open()
     for feeds in ([], [Feed(row=row, ids=[1]), Feed(row=row, ids=[1])], [Feed(row=row, ids=[1], keep=2)]):
-        with pytest.raises(ValueError, match="forward needs|keep must be"):
+        with pytest.raises(ValueError, match=r"forward needs|keep must be"):
             backend.forward(feeds)
     for ids in ([-1], [WIDTH]):
         with pytest.raises(MemberError, match="outside of its vocabulary of 40"):
@@ -240,7 +240,7 @@ class Wrong(DirectServer):
         ),
         (
             lambda a: type(a)(
-                positions=[position("m", {i: -9.0 for i in range(1, 41)}, 64)] * 2,
+                positions=[position("m", dict.fromkeys(range(1, 41), -9.0), 64)] * 2,
                 generated=a.generated,
                 num_computed=0,
             ),

@@ -365,9 +365,9 @@ def test_a_verifier_that_dies_fails_the_request_and_the_next_one_works(toy_serve
 def test_remote_drafter_in_a_grammar_of_which_it_names_nothing_is_an_error(toy_server, folder):
     there = remote_member(member_config(toy_server, folder, top_k=2), metaspace())
     verifier = local("v", byte_level())
-    with Ensemble([there, verifier], EnsembleConfig(method="unite", top_k=2)) as ensemble:
-        with pytest.raises(GenerationError, match="server.top_k"):
-            ensemble.generate("Who?", max_tokens=60, regex="[0-9]{3}")
+    ensemble = Ensemble([there, verifier], EnsembleConfig(method="unite", top_k=2))
+    with ensemble, pytest.raises(GenerationError, match=r"server\.top_k"):
+        ensemble.generate("Who?", max_tokens=60, regex="[0-9]{3}")
 
 
 def test_body_is_plain_json(server):
