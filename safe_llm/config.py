@@ -228,6 +228,17 @@ class EnsembleSpec(_Strict):
         """All members, the drafter first."""
         return (self.drafter, *self.verifiers)
 
+    @model_validator(mode="after")
+    def _servers_name_enough(self) -> Self:
+        for member in self.members:
+            named = self.ensemble.top_k if member.server is None else member.server.top_k
+            if named < self.ensemble.top_k and self.ensemble.method != "gac":
+                raise ValueError(
+                    f"member {member.display_name!r} is asked for {named} tokens a position (server.top_k), but every "
+                    f"member puts {self.ensemble.top_k} into the union (ensemble.top_k)"
+                )
+        return self
+
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> EnsembleSpec:
         """Build from nested mappings: `drafter`, `verifiers`, `ensemble`, `sampling`."""

@@ -263,3 +263,12 @@ def test_options_change_the_configuration_of_a_spec():
 def test_dtype_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="did you mean 'bfloat16'"):
         MemberConfig(model="m", dtype="bfloat")
+
+
+def test_server_that_names_fewer_tokens_than_the_union_takes_is_refused():
+    there = {"model": "b", "backend": "vllm", "server": {"url": "http://127.0.0.1:8000", "top_k": 9}}
+    spec = {"drafter": {"model": "a"}, "verifiers": [there]}
+    with pytest.raises(ConfigError, match=r"'b' is asked for 9 tokens a position .* puts 10 into the union"):
+        EnsembleSpec.from_mapping(spec)
+    for settings in ({"top_k": 9}, {"method": "gac"}):
+        EnsembleSpec.from_mapping({**spec, "ensemble": settings})
