@@ -33,7 +33,7 @@ PROMPT = "Name three colours and say in one sentence what a rainbow is."
 MAX_TOKENS = 32
 STARTS_WITHIN_S = 420
 QUESTION_S = 240.0
-BLOCK = 16
+BLOCK = 32  # the smallest on CPUs
 
 
 class Server:
