@@ -102,9 +102,11 @@ def test_positions_inside_of_the_cached_part_are_computed_anew(server):
 
 def test_rows_that_hold_nothing_and_cannot_be_written_are_asked_for_anew(server):
     backend = connected(server)
-    server.faults = [status(500)]
-    assert backend.forward([Feed(row=backend.open(), ids=[7, 8], keep=2)]).top1()[1].all()
-    assert len(server.calls) == 2
+    nan = {"error": {"message": "Out of range float values are not JSON compliant", "code": 400}}
+    for number, fault in enumerate((status(500), status(400, nan)), 1):
+        server.faults = [fault]
+        assert backend.forward([Feed(row=backend.open(), ids=[7, 8], keep=2)]).top1()[1].all()
+        assert len(server.calls) == 2 * number
     server.faults = [status(500), status(500)]
     with pytest.raises(MemberError, match="status 500"):
         backend.forward([Feed(row=backend.open(), ids=[7, 8], keep=2)]).top1()

@@ -23,6 +23,7 @@ from safe_llm.errors import ConfigError, MemberError, SafeLLMError, UnsupportedM
 __all__ = ["VLLMServer", "open_model"]
 
 _PATH = "/inference/v1/generate"
+_NO_JSON = "not JSON compliant"  # what Python says of a NaN
 _START = "start vLLM 0.32 or later with --enable-scale-out --enable-prompt-tokens-details"
 
 
@@ -78,8 +79,8 @@ class VLLMServer:
         try:
             reply = self._endpoint.call(_PATH, body, {"X-Session-ID": question.session})
         except RefusedError as refused:
-            if refused.status == 500 and inside and reuse:
-                return None  # a NaN in the rows that hold nothing, which JSON cannot write
+            if inside and reuse and (refused.status == 500 or _NO_JSON in refused.text):
+                return None  # a NaN in the rows that hold nothing
             raise self._refused(refused) from None
         try:
             return self._parsed(question, reply, inside)
