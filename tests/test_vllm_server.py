@@ -123,9 +123,8 @@ def test_real_server_verifies_as_a_local_model_does(drafter, tmp_path):
 
 
 def _generate_and_kill(ensemble, server):
-    for number, _ in enumerate(ensemble.stream(PROMPT + " Go on.", max_tokens=200)):
-        if number == 3:
-            server.kill()
+    for _ in ensemble.stream("Write the numbers from one to fifty as words.", max_tokens=200):
+        server.kill()
 
 
 def _check_reuse(member):
