@@ -15,21 +15,32 @@ from safe_llm.errors import ConfigError, UnknownNameError
 from safe_llm.types import SamplingParams
 
 __all__ = [
+    "NEEDS",
     "PRESETS",
     "BackendName",
     "EnsembleConfig",
     "EnsembleSpec",
     "MemberConfig",
     "Mode",
+    "Needs",
     "ServerConfig",
     "check_names",
     "preset",
 ]
 
 BackendName = Literal["transformers", "llama-cpp", "vllm", "sglang"]
+Needs = Literal["safetensors", "gguf", "tokenizer"]
 Mode = Literal["safe", "every-token", "drafter"]
 MethodName = Literal["auto", "unite", "gac", "prefix-mass"]
 SharpeningName = Literal["prefix", "geometric", "none"]
+
+NEEDS: Mapping[BackendName, Needs] = {
+    "transformers": "safetensors",
+    "llama-cpp": "gguf",
+    "vllm": "tokenizer",
+    "sglang": "tokenizer",
+}
+"""What of a model must be here for each backend: its weights as safetensors, as a GGUF file, or only its tokenizer."""
 
 
 class _Strict(BaseModel):
@@ -97,9 +108,11 @@ class MemberConfig(_Strict):
             then `model` says which tokenizer and chat template it has.
         server: Where the server is; with `vllm` and `sglang` only.
         revision: Branch, tag or commit, hub ids only.
-        dtype: `auto` is bfloat16 where the device computes fast in it, else float32.
+        dtype: `auto` is bfloat16 where the device computes fast in it, else float32. With `llama-cpp` the weights have
+            the file's type, and this is the cache's: `auto` is float16, float32 for a float32 file.
         device: `cpu`, `cuda:1`, ...; None spreads the members over the GPUs, one each, or takes the CPU.
         device_map: accelerate's device map (`auto` splits one model over several devices); excludes `device`.
+        num_threads: Threads that `llama-cpp` computes with; by default as many as torch, which are the physical cores.
         max_context: Lower the context window, in tokens.
         cuda_graphs: Replay passes over few tokens as CUDA graphs. Off, since nobody has run it on a GPU yet; the
             self-check covers it.
@@ -116,6 +129,7 @@ class MemberConfig(_Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     device_map: str | dict[str, int | str] | None = None
+    num_threads: int | None = Field(default=None, ge=1, le=512)
     max_context: int | None = Field(default=None, ge=2)
     cuda_graphs: bool = False
     self_check: bool = True
@@ -133,6 +147,18 @@ class MemberConfig(_Strict):
         if (self.backend in ("vllm", "sglang")) != (self.server is not None):
             needs = "needs" if self.server is None else "has no"
             raise ValueError(f"backend {self.backend!r} {needs} server")
+        return self
+
+    @model_validator(mode="after")
+    def _backend_has_the_options(self) -> Self:
+        wrong = {
+            "device_map": self.device_map is not None and self.backend != "transformers",
+            "cuda_graphs": self.cuda_graphs and self.backend != "transformers",
+            "num_threads": self.num_threads is not None and self.backend != "llama-cpp",
+        }
+        if any(wrong.values()):
+            option = next(name for name, is_wrong in wrong.items() if is_wrong)
+            raise ValueError(f"backend {self.backend!r} has no {option}")
         return self
 
     @property
@@ -279,6 +305,10 @@ PRESETS: Mapping[str, EnsembleSpec] = {
     "demo3": EnsembleSpec(
         drafter=MemberConfig(model="qwen2.5-coder-0.5b-instruct"),
         verifiers=(MemberConfig(model="smollm2-135m-instruct"), MemberConfig(model="gemma-3-270m")),
+    ),
+    "demo-gguf": EnsembleSpec(
+        drafter=MemberConfig(model="qwen2.5-coder-0.5b-instruct", backend="llama-cpp"),
+        verifiers=(MemberConfig(model="smollm2-135m-instruct", backend="llama-cpp"),),
     ),
 }
 """Ready ensembles by name."""

@@ -89,7 +89,7 @@ def test_bad_names_are_one_error_with_a_hint(args, message, hint):
 def test_fetch_takes_a_preset_or_one_model(monkeypatch, home, name, fetched, quiet):
     asked = []
 
-    def resolve(config, *, progress=True):
+    def resolve(config, *, needs="safetensors", progress=True):
         asked.append((config.model, progress))
         return ResolvedModel(
             path=home / config.model, name=config.model, source="demo", revision=None, licence=None, fingerprint=""

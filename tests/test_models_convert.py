@@ -175,7 +175,7 @@ def test_file_without_vocabulary_is_unsupported(tmp_path: Path, monkeypatch: pyt
 def test_unexpected_error_of_the_libraries_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safe_llm.models.convert as module
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, weights: bool) -> None:
         raise KeyError("blk.0.attn_q.weight")
 
     monkeypatch.setattr(module, "_save", fail)

@@ -228,7 +228,7 @@ from pathlib import Path
 from safe_llm.config import MemberConfig
 from safe_llm.models import convert, resolve
 
-def half(source, target):
+def half(source, target, *, weights):
     (target / "config.json").write_text("{}")
     (target / "model.safetensors").write_bytes(b"half")
     time.sleep(60)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from safe_llm.config import NEEDS
 
 if TYPE_CHECKING:
     from safe_llm.backends.base import OpenModel
-    from safe_llm.config import BackendName, MemberConfig
+    from safe_llm.config import BackendName, MemberConfig, Needs
 
 __all__ = ["KINDS", "BackendKind"]
 
@@ -25,7 +27,7 @@ class BackendKind:
     """
 
     module: str
-    needs: Literal["safetensors", "gguf", "tokenizer"]
+    needs: Needs
 
     def open_model(self, config: MemberConfig, path: Path, device: str | None) -> OpenModel:
         """Load the model, or reach the server that has.
@@ -43,9 +45,9 @@ class BackendKind:
 
 
 KINDS: Mapping[BackendName, BackendKind] = {
-    "transformers": BackendKind(module="safe_llm.backends.hf", needs="safetensors"),
-    "llama-cpp": BackendKind(module="safe_llm.backends.llama_cpp", needs="gguf"),
-    "vllm": BackendKind(module="safe_llm.backends.vllm", needs="tokenizer"),
-    "sglang": BackendKind(module="safe_llm.backends.sglang", needs="tokenizer"),
+    "transformers": BackendKind(module="safe_llm.backends.hf", needs=NEEDS["transformers"]),
+    "llama-cpp": BackendKind(module="safe_llm.backends.llama_cpp", needs=NEEDS["llama-cpp"]),
+    "vllm": BackendKind(module="safe_llm.backends.vllm", needs=NEEDS["vllm"]),
+    "sglang": BackendKind(module="safe_llm.backends.sglang", needs=NEEDS["sglang"]),
 }
 """The kinds by their names in a configuration."""

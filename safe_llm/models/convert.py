@@ -8,11 +8,15 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safe_llm.errors import ModelCorruptError, ModelError, UnsupportedModelError
 from safe_llm.models.disk import check_space, explain_disk_errors, is_disk_full
 from safe_llm.models.gguf_file import GgufFile, read_gguf
 from safe_llm.models.gguf_tokenizer import end_token_ids, repair_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 __all__ = ["convert_gguf", "converter_versions"]
 
@@ -26,10 +30,15 @@ def converter_versions() -> dict[str, str]:
     return {package: version(package) for package in ("transformers", "tokenizers")}
 
 
-def convert_gguf(source: Path, target: Path) -> GgufFile:
-    """Convert the GGUF file `source` into the existing empty folder `target` and return its metadata.
+def convert_gguf(source: Path, target: Path, *, weights: bool = True) -> GgufFile:
+    """Convert the GGUF file `source` into the existing folder `target` and return its metadata.
 
-    Takes 10 to 60 s and as much memory as the weights have in bfloat16, twice.
+    Takes 10 to 60 s and as much memory as the weights have in bfloat16, twice; without weights some seconds.
+
+    Args:
+        source: The file.
+        target: Where the configuration and the tokenizer go.
+        weights: Write the weights too.
 
     Raises:
         ModelCorruptError: The file is damaged.
@@ -39,21 +48,31 @@ def convert_gguf(source: Path, target: Path) -> GgufFile:
     gguf = read_gguf(source)
     if not gguf.tokenizer("tokens"):
         raise UnsupportedModelError(f"{source.name!r} has no vocabulary", hint="it is an adapter or a projector")
-    needed = gguf.num_weights * _BYTES_PER_WEIGHT + _TOKENIZER_BYTES
+    needed = weights * gguf.num_weights * _BYTES_PER_WEIGHT + _TOKENIZER_BYTES
     check_space(target, needed)
     with explain_disk_errors(target, needed), _explain_conversion_errors(gguf), _quiet_transformers():
-        _save(source, target)
+        _save(source, target, weights=weights)
         repair_tokenizer(target, gguf)
         _repair_configs(target, gguf)
     return gguf
 
 
-def _save(source: Path, target: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, PreTrainedTokenizerFast
+def _save(source: Path, target: Path, *, weights: bool) -> None:
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     # Each of the Auto classes parses the whole file again (up to 10 s), unless it is given the configuration.
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    if weights:
+        _save_weights(source, target, config)
+    else:
+        config.save_pretrained(target)
+    PreTrainedTokenizerFast.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+
+
+def _save_weights(source: Path, target: Path, config: PreTrainedConfig) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GgufConfig
+
     # Without `dequantize`, the weights of many architectures stay packed and cannot be saved.
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
@@ -63,10 +82,9 @@ def _save(source: Path, target: Path) -> None:
         dtype=torch.bfloat16,
     )
     model.save_pretrained(target)
-    for weights in target.glob("*.safetensors"):
+    for file in target.glob("*.safetensors"):
         # They come readable for their owner only, whatever the umask; a shared cache needs more.
-        weights.chmod((target / "config.json").stat().st_mode)
-    PreTrainedTokenizerFast.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+        file.chmod((target / "config.json").stat().st_mode)
 
 
 def _repair_configs(folder: Path, gguf: GgufFile) -> None:

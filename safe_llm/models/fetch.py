@@ -1,4 +1,4 @@
-"""A member's `model` becomes a local folder that transformers can load: `resolve`."""
+"""A member's `model` becomes a local folder that transformers can load, or a GGUF file with a tokenizer: `resolve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from safe_llm.config import MemberConfig
+from safe_llm.config import MemberConfig, Needs
 from safe_llm.errors import (
     ConfigError,
     ModelAccessError,
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["ResolvedModel", "resolve"]
 
 _BLOCK_BYTES = 1 << 22
-
-Needs = Literal["safetensors", "gguf", "tokenizer"]
+_PACKED = ".gguf"
+"""Ends the name of a cached folder without converted weights: a tokenizer, and a demo model's GGUF file."""
+_DEMO_FILE = "model.gguf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,13 @@ class ResolvedModel:
     """A local folder with a model, and where it comes from.
 
     Attributes:
-        path: The folder: `config.json`, safetensors weights, tokenizer.
+        path: The folder: `config.json`, safetensors weights (where they are needed), tokenizer.
         name: Demo name, folder name, name in the cache, or hub id.
         source: Where it was found.
         revision: Commit of a hub model.
         licence: As the model states it, or None.
         fingerprint: Identity of the weights and tokenizer, for caches.
+        gguf: The GGUF file, where that is what is needed.
     """
 
     path: Path
@@ -50,11 +52,12 @@ class ResolvedModel:
     revision: str | None
     licence: str | None
     fingerprint: str
+    gguf: Path | None = None
 
     @property
     def weights(self) -> Path:
-        """What a backend loads."""
-        return self.path
+        """What a backend loads: the GGUF file, else the folder."""
+        return self.gguf or self.path
 
 
 def resolve(config: MemberConfig, *, needs: Needs = "safetensors", progress: bool = True) -> ResolvedModel:
@@ -65,7 +68,7 @@ def resolve(config: MemberConfig, *, needs: Needs = "safetensors", progress: boo
 
     Args:
         config: Which model.
-        needs: What of it is needed here: its weights, or only configuration and tokenizer.
+        needs: What of it is needed here: its weights as safetensors, its GGUF file, or only the tokenizer.
         progress: Show progress bars on a terminal.
 
     Raises:
@@ -80,11 +83,16 @@ def resolve(config: MemberConfig, *, needs: Needs = "safetensors", progress: boo
             f"revision {config.revision!r} is given for {name!r}, which is not on the hub", hint="leave it out"
         )
     if name in DEMO_MODELS:
-        return _resolve_demo(DEMO_MODELS[name], progress)
+        return _resolve_demo(DEMO_MODELS[name], needs, progress)
+    if kind == "file":
+        return _resolve_file(Path(name).expanduser().resolve(), needs, progress)
+    if needs == "gguf" and (kind == "folder" or _is_hub_id(name)):
+        raise UnsupportedModelError(
+            f"{name!r} is a {kind or 'hub id'}, and llama.cpp reads a .gguf file",
+            hint="give the path of a .gguf file or a demo model's name, or take backend 'transformers'",
+        )
     if kind == "folder":
         return _resolve_folder(Path(name).expanduser(), needs)
-    if kind == "file":
-        return _resolve_file(Path(name).expanduser().resolve(), progress)
     return _resolve_hub(config, needs, progress)
 
 
@@ -99,27 +107,44 @@ def _path_kind(text: str) -> Literal["folder", "file"] | None:
         return None
 
 
+def _is_hub_id(text: str) -> bool:
+    from safe_llm.models.hub import is_hub_id
+
+    return is_hub_id(text) and not text.endswith(".gguf")
+
+
 def _looks_like_path(text: str) -> bool:
     return bool(re.search(r"[/\\\0]|^[.~]|\.\.|\.gguf$", text))
 
 
-def _resolve_demo(model: DemoModel, progress: bool) -> ResolvedModel:
-    hit = store.cached(model.name)
-    if hit is None:
-        hit = _build_demo(model, progress)
-    return _resolved(hit, "demo")
+def _resolve_demo(model: DemoModel, needs: Needs, progress: bool) -> ResolvedModel:
+    hit = _cached(model.name, needs) or _build_demo(model, needs, progress)
+    return _resolved(hit, "demo", hit.path / _DEMO_FILE if needs == "gguf" else None)
 
 
-def _build_demo(model: DemoModel, progress: bool) -> store.CachedModel:
+def _cached(name: str, needs: Needs) -> store.CachedModel | None:
+    """Return a cached folder that has what is needed; a tokenizer lies in either."""
+    packed = store.cached(name + _PACKED) if needs != "safetensors" else None
+    return packed if packed or needs == "gguf" else store.cached(name)
+
+
+def _build_demo(model: DemoModel, needs: Needs, progress: bool) -> store.CachedModel:
     from safe_llm.models.convert import converter_versions
     from safe_llm.models.download import download_gguf
 
+    with_weights = needs == "safetensors"
+    name = model.name if with_weights else model.name + _PACKED
+
     def build(scratch: Path, target: Path) -> store.ModelRecord:
-        gguf = scratch / "model.gguf"
-        download_gguf(model, gguf, scratch, display)
-        _convert(gguf, target, model.name, display)
+        gguf = (scratch if with_weights else target) / _DEMO_FILE
+        packed = store.cached(model.name + _PACKED)
+        if packed is None:
+            download_gguf(model, gguf, scratch, display)
+        else:
+            gguf = packed.path / _DEMO_FILE
+        _convert(gguf, target, model.name, display, weights=with_weights)
         return store.ModelRecord(
-            name=model.name,
+            name=name,
             source="demo",
             origin=model.name,
             sha256=model.sha256,
@@ -127,16 +152,16 @@ def _build_demo(model: DemoModel, progress: bool) -> store.CachedModel:
             converter=converter_versions(),
         )
 
-    needed = model.gguf_bytes + model.converted_bytes
+    needed = model.gguf_bytes + with_weights * model.converted_bytes
     with explain_disk_errors(store.home(), needed), progress_display(enabled=progress) as display:
-        return store.get_or_build(model.name, build)
+        return store.get_or_build(name, build)
 
 
-def _convert(gguf: Path, target: Path, name: str, display: Progress) -> str | None:
+def _convert(gguf: Path, target: Path, name: str, display: Progress, *, weights: bool) -> str | None:
     from safe_llm.models.convert import convert_gguf
 
     task = display.add_task(f"{name}: converting", total=None)
-    converted = convert_gguf(gguf, target)
+    converted = convert_gguf(gguf, target, weights=weights)
     display.remove_task(task)
     licence = converted.metadata.get("general.license")
     return str(licence) if licence else None
@@ -157,29 +182,34 @@ def _resolve_folder(path: Path, needs: Needs) -> ResolvedModel:
     )
 
 
-def _resolve_file(path: Path, progress: bool) -> ResolvedModel:
+def _resolve_file(path: Path, needs: Needs, progress: bool) -> ResolvedModel:
     if path.suffix.lower() != ".gguf":
         raise UnsupportedModelError(
             f"{str(path)!r} is not a .gguf file", hint="give a .gguf file, or the folder that holds config.json"
         )
     stat = path.stat()
     stamp = (stat.st_size, stat.st_mtime_ns)
+    file = path if needs == "gguf" else None
     for model in store.iter_cached():
-        if model.record.origin == str(path) and model.record.stamp == stamp:
-            return _resolved(model, "gguf")
-    return _resolved(_build_gguf(path, stamp, progress), "gguf")
+        known = model.record.origin == str(path) and model.record.stamp == stamp
+        # a folder with weights has a tokenizer too
+        if known and (needs != "safetensors" or not model.record.name.endswith(_PACKED)):
+            return _resolved(model, "gguf", file)
+    return _resolved(_build_gguf(path, stamp, needs, progress), "gguf", file)
 
 
-def _build_gguf(path: Path, stamp: tuple[int, int], progress: bool) -> store.CachedModel:
+def _build_gguf(path: Path, stamp: tuple[int, int], needs: Needs, progress: bool) -> store.CachedModel:
     from safe_llm.models.convert import converter_versions
 
-    with explain_disk_errors(store.home(), 4 * stamp[0]), progress_display(enabled=progress) as display:
+    with_weights = needs == "safetensors"
+    needed = 4 * stamp[0] if with_weights else 0
+    with explain_disk_errors(store.home(), needed), progress_display(enabled=progress) as display:
         sha256 = _hash(path, stamp[0], display)
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.stem).strip("-_") or "model"
-        name = f"{stem[:100]}-{sha256[:16]}"
+        name = f"{stem[:100]}-{sha256[:16]}{'' if with_weights else _PACKED}"
 
         def build(_scratch: Path, target: Path) -> store.ModelRecord:
-            licence = _convert(path, target, path.name, display)
+            licence = _convert(path, target, path.name, display, weights=with_weights)
             return store.ModelRecord(
                 name=name,
                 source="gguf",
@@ -205,10 +235,10 @@ def _hash(path: Path, size: int, display: Progress) -> str:
 
 
 def _resolve_hub(config: MemberConfig, needs: Needs, progress: bool) -> ResolvedModel:
-    from safe_llm.models.hub import download_snapshot, is_hub_id
+    from safe_llm.models.hub import download_snapshot
 
     name = config.model
-    if name.endswith(".gguf") or not is_hub_id(name):
+    if not _is_hub_id(name):
         if _looks_like_path(name):
             raise ModelNotFoundError(
                 f"there is no model at {name!r}", hint="give an existing folder or .gguf file, or a hub id (owner/name)"
@@ -234,13 +264,14 @@ def _resolve_hub(config: MemberConfig, needs: Needs, progress: bool) -> Resolved
     )
 
 
-def _resolved(model: store.CachedModel, source: Literal["demo", "gguf"]) -> ResolvedModel:
+def _resolved(model: store.CachedModel, source: Literal["demo", "gguf"], gguf: Path | None) -> ResolvedModel:
     record = model.record
     return ResolvedModel(
         path=model.path,
-        name=record.name,
+        name=record.name.removesuffix(_PACKED),
         source=source,
         revision=None,
         licence=record.licence,
         fingerprint=f"gguf:{record.sha256}:{record.format}",
+        gguf=gguf,
     )

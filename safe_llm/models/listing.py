@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from safe_llm.config import preset
+from safe_llm.config import NEEDS, preset
 from safe_llm.errors import ModelNotFoundError, UnknownNameError
 from safe_llm.models import store
 from safe_llm.models.demo import DEMO_MODELS
@@ -20,7 +20,8 @@ class ModelListing:
     """One line of `models list`.
 
     Attributes:
-        name: As `remove_model` takes it, and a configuration where it is a demo model.
+        name: As `remove_model` takes it, and a configuration where it is a demo model. `NAME.gguf` is what llama.cpp
+            needs of the model `NAME`.
         source: `demo` or `gguf`.
         licence: As the model states it, or None.
         licence_note: One sentence about the terms of a demo model, or "".
@@ -47,10 +48,11 @@ def list_models() -> list[ModelListing]:
 
 def _listing(name: str, cached: store.CachedModel | None) -> ModelListing:
     demo = DEMO_MODELS.get(name)
+    source = cached.record.source if cached else "demo"
     size = cached.size_bytes if cached else demo.download_bytes if demo else 0
     return ModelListing(
         name=name,
-        source="demo" if demo else "gguf",
+        source=source,
         licence=demo.licence if demo else cached.record.licence if cached else None,
         licence_note=demo.licence_note if demo else "",
         size_bytes=size,
@@ -77,5 +79,5 @@ def remove_model(name: str) -> int:
 
 
 def fetch_preset(name: str, *, progress: bool = True) -> list[ResolvedModel]:
-    """Fetch every model of a preset, the drafter's first; those in the cache cost nothing."""
-    return [resolve(member, progress=progress) for member in preset(name).members]
+    """Fetch what the members of a preset need, the drafter's first; what is in the cache costs nothing."""
+    return [resolve(member, needs=NEEDS[member.backend], progress=progress) for member in preset(name).members]

@@ -1,6 +1,7 @@
 """The cache folder of converted models: built aside under a lock, published by one rename.
 
     <home>/models/<name>/   a complete model; its `safe_llm.json` lists every file with its size
+                            (<name>.gguf: what llama.cpp needs of it; only a demo model's file itself lies there too)
     <home>/work/<name>/     a model in the making; whoever holds its lock may delete it
     <home>/locks/<name>.lock
 
