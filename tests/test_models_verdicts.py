@@ -17,7 +17,7 @@ from safe_llm.models.verdicts import Verdict
 def checks(tmp_path, monkeypatch):
     monkeypatch.setenv("SAFE_LLM_HOME", str(tmp_path / "home"))
     seen = []
-    monkeypatch.setattr(hf, "check_cache", lambda backend, model, symbols: seen.append(str(model.dtype)))
+    monkeypatch.setattr(hf, "check_cache", lambda backend, *_, **__: seen.append(str(backend.model.dtype)))
     return seen
 
 
@@ -43,7 +43,7 @@ def test_check_can_be_skipped_and_skipping_is_not_passing(tmp_path, checks):
 
 
 def test_failed_check_is_not_remembered(tmp_path, checks, monkeypatch):
-    def fail(backend, model, symbols):
+    def fail(*_, **__):
         checks.append("failed")
         raise UnsupportedModelError("no")
 

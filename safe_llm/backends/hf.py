@@ -20,6 +20,7 @@ from safe_llm.backends.attention import use_packed_attention
 from safe_llm.backends.base import Backend, Feed, OpenModel, Symbols
 from safe_llm.backends.clock import PassClock
 from safe_llm.backends.dense import DenseScores, SymbolColumns
+from safe_llm.backends.feeds import check_feeds
 from safe_llm.backends.graphs import MOST_TOKENS, CudaCapture, GraphedPasses, bucket_of, kv_bucket_of
 from safe_llm.backends.layers import (
     FULL,
@@ -34,7 +35,7 @@ from safe_llm.backends.loading import end_ids_of, load_model
 from safe_llm.backends.selfcheck import check_cache
 from safe_llm.backends.slots import SlotCache, SlotPass
 from safe_llm.config import MemberConfig
-from safe_llm.errors import ConfigError, ContextOverflowError, MemberError, UnsupportedModelError
+from safe_llm.errors import ConfigError, MemberError, UnsupportedModelError
 
 __all__ = ["HFBackend", "open_model"]
 
@@ -101,7 +102,14 @@ class HFBackend:
         self._clock = PassClock()
         self.num_forwards = 0
         if self_check:
-            check_cache(self, model, symbols)
+            check_cache(
+                self,
+                self._uncached,
+                symbols=symbols,
+                num_ids=len(self._embeddings),
+                kind=model.config.model_type,
+                is_half_precision=torch.finfo(model.dtype).bits < 32,
+            )
             self.num_forwards, self._clock = 0, PassClock()
 
     @staticmethod
@@ -145,7 +153,7 @@ class HFBackend:
 
     def forward(self, feeds: Sequence[Feed]) -> DenseScores:
         """Append the feeds' ids; see `Backend.forward`. Feeds of up to 32 ids share a pass, longer ones run alone."""
-        self._check(feeds)
+        check_feeds(self, feeds, num_ids=len(self._embeddings))
         try:
             logits = self._logits(feeds)
         except Exception as error:
@@ -160,23 +168,11 @@ class HFBackend:
             self._columns = SymbolColumns.of(self._symbols, logits.device)
         return DenseScores(logits, self._columns)
 
-    def _check(self, feeds: Sequence[Feed]) -> None:
-        """Raise, before anything changes, if the feeds cannot be appended."""
-        if not feeds or len({feed.row for feed in feeds}) != len(feeds):
-            raise ValueError("forward needs at least one feed, and a row at most once")
-        for feed in feeds:
-            if not 1 <= feed.keep <= len(feed.ids):
-                raise ValueError(f"keep must be 1 to {len(feed.ids)}, got {feed.keep}")
-            length = self.length(feed.row) + len(feed.ids)
-            if length > self.max_context:
-                raise ContextOverflowError(self.name, length, self.max_context)
-            # On a GPU an id out of range would end the process's use of the device.
-            if min(feed.ids) < 0 or max(feed.ids) >= len(self._embeddings):
-                raise MemberError(
-                    self.name,
-                    f"an id is outside of its {len(self._embeddings)} embeddings",
-                    hint="its tokenizer does not belong to its weights",
-                )
+    @torch.inference_mode()
+    def _uncached(self, text: list[int]) -> DenseScores:
+        """Return the scores after each id of a text, by the model alone."""
+        ids = torch.tensor([text], device=self._model.device)
+        return self.scores(self._model(input_ids=ids, use_cache=False).logits[0])
 
     def _failed(self, error: Exception, what: str) -> MemberError:
         """Free what `what` held when it failed, also through its traceback, and return the error to raise."""

@@ -73,6 +73,8 @@ def _placed(member: MemberConfig, placement: PlacementFlags) -> MemberConfig:
         changes |= {"device": placement.device, "device_map": None}
     if placement.dtype is not None:
         changes["dtype"] = placement.dtype
+    if placement.backend is not None:
+        changes["backend"] = placement.backend
     return MemberConfig(**member.model_dump() | changes)
 
 

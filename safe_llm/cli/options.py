@@ -46,13 +46,17 @@ class MemberFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementFlags:
-    """Where and in which type the models run."""
+    """Where, in which type and by what the models run."""
 
     device: Annotated[
         str | None, _members("For all members: cpu, cuda:1, ...", default="the GPUs in turn, else the CPU")
     ] = None
     dtype: Annotated[
         str | None, _members("For all members.", default="auto", metavar="auto|float32|bfloat16|float16")
+    ] = None
+    backend: Annotated[
+        str | None,
+        _members("For all members: what runs them.", default="transformers", metavar="transformers|llama-cpp"),
     ] = None
 
 
