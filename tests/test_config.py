@@ -272,3 +272,18 @@ def test_server_that_names_fewer_tokens_than_the_union_takes_is_refused():
         EnsembleSpec.from_mapping(spec)
     for settings in ({"top_k": 9}, {"method": "gac"}):
         EnsembleSpec.from_mapping({**spec, "ensemble": settings})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "llama-cpp", "device_map": "auto"}, "backend 'llama-cpp' has no device_map"),
+        ({"backend": "llama-cpp", "cuda_graphs": True}, "backend 'llama-cpp' has no cuda_graphs"),
+        ({"num_threads": 2}, "backend 'transformers' has no num_threads"),
+        ({"backend": "llama-cpp", "num_threads": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_options_of_another_backend_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        MemberConfig(model="m", **values)
+    assert MemberConfig(model="m", backend="llama-cpp", num_threads=2).num_threads == 2

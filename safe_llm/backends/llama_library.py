@@ -36,6 +36,7 @@ _ERROR_LEVEL = 4
 _GUESSED_TYPE = 1024  # set in a file type that the file does not state
 _NEVER = 2**31 - 1
 _DAMAGE = ("corrupted", "incomplete", "magic", "missing tensor", "wrong shape", "wrong number of tensors", "failed to")
+_FILLING_IN = ("pre", "suf", "mid", "pad", "rep", "sep")
 _messages: deque[str] = deque(maxlen=8)
 
 
@@ -117,13 +118,17 @@ class LlamaModel:
         self.short_context = int(stated) if stated and not is_static else None
 
     def end_ids(self) -> list[int]:
-        """Return the ids that end an answer, the file's own first. Those for filling in the middle are none."""
+        """Return the ids that end an answer, the file's own first.
+
+        llama.cpp also counts words that merely look like an end (`</s>` in Qwen's vocabulary), and those for filling in
+        the middle; they are none.
+        """
         lib, vocabulary = library(), self.vocabulary
-        parts = ("pre", "suf", "mid", "pad", "rep", "sep")
-        others = {getattr(lib, f"llama_vocab_fim_{part}")(vocabulary) for part in parts}
-        named = (lib.llama_vocab_eos(vocabulary), lib.llama_vocab_eot(vocabulary))
+        others = {getattr(lib, f"llama_vocab_fim_{part}")(vocabulary) for part in _FILLING_IN}
+        named = [lib.llama_vocab_eos(vocabulary), lib.llama_vocab_eot(vocabulary)]
         known = [token for token in range(self.width) if lib.llama_vocab_is_eog(vocabulary, token)]
-        return list(dict.fromkeys(t for t in (*named, *known) if t >= 0 and (t in named or t not in others)))
+        control = [token for token in known if lib.llama_vocab_get_text(vocabulary, token).startswith(b"<|")]
+        return list(dict.fromkeys([*(t for t in named if t >= 0), *(t for t in control if t not in others)]))
 
     def refuse_unsupported(self, name: str) -> None:
         """Raise UnsupportedModelError unless it is a causal decoder whose state can be rolled back."""
