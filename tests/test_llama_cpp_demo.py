@@ -26,7 +26,7 @@ def packed():
 
 
 def test_demo_gguf_answers_and_uses_the_verifier(packed):
-    answer = packed.generate("What is the capital of France?", max_tokens=24)
+    answer = packed.generate([{"role": "user", "content": "What is the capital of France?"}], max_tokens=24)
     assert "Paris" in answer.text
     assert packed.config.method == "prefix-mass"  # full rows of scores
     drafter, verifier = packed.members
