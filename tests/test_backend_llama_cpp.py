@@ -275,9 +275,14 @@ def test_llama_cpp_reads_no_further_than_its_factors_for_short_texts(tmp_path):
     model = tiny_member("m", TOKENIZER).fresh_model
     key, kind = "rope.scaling.original_context_length", "rope.scaling.type"
     path = write_llama(tmp_path / "short.gguf", model, TOKENIZER, [(key, 64)])
-    assert backend_of(path).max_context == 64
+    backend = backend_of(path)
+    assert backend.max_context == 64
+    assert logits_of(backend, backend.open(), [7]).shape == (1, WIDTH + 3)
     path = write_llama(tmp_path / "yarn.gguf", model, TOKENIZER, [(key, 64), (kind, "yarn")])
     assert backend_of(path, max_context=None).max_context == 512
+    path = write_llama(tmp_path / "none.gguf", model, TOKENIZER, [("context_length", 0)])
+    with pytest.raises(UnsupportedModelError, match="no context length"):
+        backend_of(path, max_context=None)
 
 
 def test_llama_cpp_damaged_and_foreign_files_are_explained(tmp_path, files):
