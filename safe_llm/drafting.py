@@ -23,9 +23,6 @@ from safe_llm.types import SamplingParams
 
 __all__ = ["Draft", "DraftTask", "draft", "top_log_probs"]
 
-_CHEAP = 32
-"""Up to about this many tokens, rows times tokens per row, a pass costs little more than one with one token per row."""
-
 
 @dataclass(slots=True)
 class Draft:
@@ -132,7 +129,7 @@ def draft(member: Member, tasks: Sequence[DraftTask]) -> list[bool]:
             task.grammar.advance(_spelled(member, task.draft))
     active = [task for task in tasks if _goes_on(member, task)]
     while len(active) > len(tasks) // 2:
-        guesses = [_guess(task, _CHEAP // len(active) - 1) for task in active]
+        guesses = [_guess(task, member.backend.cheap_tokens // len(active) - 1) for task in active]
         scores, offsets = member.score([_want(task, guess) for task, guess in zip(active, guesses, strict=True)])
         _restrict(member, active, scores, offsets)
         _take(member, active, guesses, scores, offsets)

@@ -168,6 +168,17 @@ def test_verifiers_next_token_saves_passes_where_nothing_is_repeated():
     assert plain >= tokens > guessed
 
 
+def test_where_a_pass_pays_for_every_token_nothing_is_guessed():
+    answer = "the cat sat on the mat. " * 8
+    safe = scripted_ensemble({"Q": answer})
+    backend = safe.members[0].backend
+    backend.cheap_tokens = 1
+    result = safe.generate("Q", max_tokens=200)
+    assert result.text == answer
+    fed = [len(feed.ids) for feeds in backend.calls[1:] for feed in feeds]
+    assert set(fed) == {1}  # the first call is the prompt's
+
+
 def test_no_guess_is_longer_than_what_is_left_to_generate():
     safe = scripted_ensemble({"Q": "a b " * 30})
     for max_tokens in range(1, 14):

@@ -1,11 +1,15 @@
 """Many streaming clients on one server: are the texts whole, how much faster than one client is it, does memory grow.
 
-    python benchmarks/load [--clients 64] [--rounds 3] [--members scripted|demo] [--max-tokens 64] [--output FILE.json]
+    python benchmarks/load [--clients 64] [--rounds 3] [--members scripted|demo] [--max-tokens 64] [--pass-ms 10]
+                           [--output FILE.json]
     python benchmarks/load serve --members scripted     the server alone, as the run starts it in a process of its own
 
 1. One client asks every question alone: the texts that all later ones must be, and one client's speed.
 2. All clients at once, `--rounds` times: lost or mixed texts, speed, the server's resident memory after each round.
 3. All clients at once, beside one that is killed (SIGKILL) in the middle: the others' texts, and nothing left running.
+
+Passes of scripted members take `--pass-ms`, whatever the batch, as they would on a GPU; without that only the engine's
+and the server's own work is measured, of which a batch saves little.
 
 Prints a table, and one JSON object as the last line. Exit code 1 if a text was wrong or something was left.
 """
@@ -39,7 +43,7 @@ def questions(number: int) -> list[str]:
 # ---------------------------------------------------------------------- the server
 
 
-def serve(members: str, number: int) -> None:
+def serve(members: str, number: int, pass_ms: float) -> None:
     """Serve until a signal; the first line on stdout is the URL."""
     from safe_llm.ensemble import Ensemble
     from safe_llm.server import ServerSettings, serve
@@ -50,14 +54,38 @@ def serve(members: str, number: int) -> None:
     else:
         known = {q: f"{q} It is the number {i}. " * (1 + i % 4) for i, q in enumerate(questions(number + 1))}
         ensemble = scripted_ensemble(known)
+        for member in ensemble.members:
+            slow_down(member.backend, pass_ms / 1000)
     settings = ServerSettings(port=0, model_names=(MODEL,), max_queue=4 * number, max_tokens_limit=4096)
     serve(ensemble, settings, ready=lambda url: print(url, flush=True))
 
 
+def slow_down(backend: Any, seconds: float) -> None:
+    """Let every pass take so much longer, and forget what it was fed, or memory would grow with that."""
+    forward = backend.forward
+
+    def slow(feeds: Any) -> Any:
+        time.sleep(seconds)
+        backend.calls.clear()
+        return forward(feeds)
+
+    backend.forward = slow
+
+
 @contextmanager
-def running(members: str, number: int) -> Iterator[str]:
+def running(members: str, number: int, pass_ms: float) -> Iterator[str]:
     """Run the server in a process of its own, and yield its URL."""
-    command = [sys.executable, __file__, "serve", "--members", members, "--clients", str(number)]
+    command = [
+        sys.executable,
+        __file__,
+        "serve",
+        "--members",
+        members,
+        "--clients",
+        str(number),
+        "--pass-ms",
+        str(pass_ms),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().strip()  # type: ignore[union-attr]
@@ -185,18 +213,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--members", choices=("scripted", "demo"), default="scripted")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--pass-ms", type=float, default=10.0)
     parser.add_argument("--url", help="a server that runs already, with the model name 'load'")
     parser.add_argument("--output", type=Path)
     flags = parser.parse_args(argv)
     if flags.command == "serve":
-        serve(flags.members, flags.clients)
+        serve(flags.members, flags.clients, flags.pass_ms)
         return 0
     if flags.url:
         results = measure(flags.url, flags.clients, flags.rounds, flags.max_tokens)
     else:
-        with running(flags.members, flags.clients) as url:
+        with running(flags.members, flags.clients, flags.pass_ms) as url:
             results = measure(url, flags.clients, flags.rounds, flags.max_tokens)
-    results["members"] = flags.members
+    results |= {"members": flags.members, "pass_ms": flags.pass_ms if flags.members == "scripted" else None}
     if flags.output:
         flags.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(results))

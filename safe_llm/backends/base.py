@@ -117,12 +117,15 @@ class Backend(Protocol):
         width: Columns of the logits (W); may exceed the tokenizer's size.
         max_context: Most ids a row can hold.
         has_dense_scores: Whether `Scores.dense` exists.
+        cheap_tokens: Up to about this many tokens, rows times tokens per row, a pass costs little more than one with a
+            token per row, so that a drafter may check guesses with it; 1 if it pays for every token.
     """
 
     name: str
     width: int
     max_context: int
     has_dense_scores: bool
+    cheap_tokens: int
 
     @property
     def num_forwards(self) -> int:

@@ -52,6 +52,7 @@ class HFBackend:
     """
 
     has_dense_scores = True
+    cheap_tokens = 32
 
     def __init__(
         self,

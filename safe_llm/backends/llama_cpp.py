@@ -93,6 +93,7 @@ class LlamaCppBackend:
         self._num_threads = num_threads or torch.get_num_threads()
         self._cache_type = cache_type
         self._on_gpu = on_gpu
+        self.cheap_tokens = 32 if on_gpu else 1  # quantized weights are unpacked for every token on a CPU
         self._per_row = 2 if model.window else 1
         self._max_rows = int(library().llama_max_parallel_sequences()) // self._per_row
         self._columns = SymbolColumns.of(symbols, _CPU)

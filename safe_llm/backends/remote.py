@@ -140,6 +140,7 @@ class RemoteBackend:
     """
 
     has_dense_scores = False
+    cheap_tokens = 1  # a guess would be a call of its own, in place of an answer that is there for several tokens
 
     def __init__(
         self,

@@ -58,6 +58,7 @@ class Replay:
     """
 
     has_dense_scores = True
+    cheap_tokens = 32
 
     def __init__(
         self,

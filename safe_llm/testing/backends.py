@@ -28,6 +28,7 @@ class ScriptedBackend:
     """
 
     has_dense_scores = True
+    cheap_tokens = 32
 
     def __init__(
         self,
