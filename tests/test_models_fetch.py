@@ -105,6 +105,7 @@ def test_sharded_folder_needs_every_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".ckpt"])
 def test_pickled_weights_are_refused_and_never_loaded(tmp_path: Path, suffix: str) -> None:
+    # G05
     folder = model_folder(tmp_path / "m")
     (folder / "model.safetensors").unlink()
     trap = tmp_path / "executed"

@@ -92,6 +92,12 @@ def test_engine_does_not_import_what_lies_above_it():
     assert not re.search(r"trace|report|ensemble import|cli", text.split('"""')[2])
 
 
+def test_nothing_is_revived_from_langchains_serialization():
+    # G09: keys named "lc" in what a model wrote are revived by `load` and `loads` only
+    for path in (ROOT / "integrations").rglob("*.py"):
+        assert not re.search(r"langchain_core\.load|langchain_core import load", path.read_text(encoding="utf-8")), path
+
+
 def test_readme_commands_are_what_ci_runs():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("main", "tests"):
