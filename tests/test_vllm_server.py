@@ -103,7 +103,7 @@ def test_real_server_verifies_as_a_local_model_does(drafter, tmp_path):
     here = Member.load(MemberConfig(model=MODEL, dtype="float32"), progress=False)
     with Ensemble([drafter, here], config) as ensemble:
         wanted = ensemble.generate(PROMPT, max_tokens=MAX_TOKENS)
-    server = Server(resolve(MemberConfig(model=MODEL), needs="tokenizer", progress=False).path, tmp_path / "log")
+    server = Server(resolve(MemberConfig(model=MODEL), progress=False).path, tmp_path / "log")
     try:
         server.wait()
         with pytest.raises(ConfigError, match="start it with --max-logprobs 30"):
