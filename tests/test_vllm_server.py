@@ -110,6 +110,7 @@ def test_real_server_verifies_as_a_local_model_does(drafter, tmp_path):
             Member.load(verifier_config(server.url, top_k=30), progress=False)
         there = Member.load(verifier_config(server.url), progress=False)
         _check_reuse(there)
+        _check_drafting(there, here)
         with Ensemble([drafter, there], config) as ensemble:
             found = ensemble.generate(PROMPT, max_tokens=MAX_TOKENS)
             assert found.text == wanted.text
@@ -120,6 +121,18 @@ def test_real_server_verifies_as_a_local_model_does(drafter, tmp_path):
         server.kill()
     with Ensemble([drafter, here], config) as ensemble:
         assert ensemble.generate(PROMPT, max_tokens=MAX_TOKENS).text == wanted.text
+
+
+def _check_drafting(there, here):
+    """As a drafter it writes what the local model writes, with a call for several tokens."""
+    answers = []
+    for member in (here, there):
+        with Ensemble([member], EnsembleConfig(method="unite")) as ensemble:
+            calls = there.backend.num_calls
+            answers.append(ensemble.generate([{"role": "user", "content": PROMPT}], max_tokens=MAX_TOKENS))
+    assert answers[1].text == answers[0].text != ""
+    tokens = answers[1].counters.num_tokens
+    assert there.backend.num_calls - calls <= 2 + tokens / 8, "the prompt's, and one for each 8 tokens"
 
 
 def _generate_and_kill(ensemble, server):
