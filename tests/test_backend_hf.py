@@ -231,7 +231,7 @@ def test_hf_id_without_embedding_is_an_error(token):
     # Case D10. On a GPU it would be a device assert that ends the process.
     backend = backend_of()
     row = backend.open()
-    with pytest.raises(MemberError, match="outside of its 48 embeddings"):
+    with pytest.raises(MemberError, match="outside of its vocabulary of 48"):
         backend.forward([Feed(row=row, ids=[3, token])])
     assert backend.length(row) == 0
 

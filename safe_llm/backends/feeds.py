@@ -1,4 +1,4 @@
-"""What every local backend asks of the feeds of a pass."""
+"""What every backend asks of the feeds of a pass."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def check_feeds(backend: Backend, feeds: Sequence[Feed], *, num_ids: int) -> Non
         if min(feed.ids) < 0 or max(feed.ids) >= num_ids:
             raise MemberError(
                 backend.name,
-                f"an id is outside of its {num_ids} embeddings",
+                f"an id is outside of its vocabulary of {num_ids}",
                 hint="its tokenizer does not belong to its weights",
             )

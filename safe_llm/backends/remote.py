@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 
 from safe_llm.backends.base import Feed, Symbols
+from safe_llm.backends.feeds import check_feeds
 from safe_llm.backends.sparse import Position, SparseScores
-from safe_llm.errors import ContextOverflowError, MemberError, SafeLLMError
+from safe_llm.errors import MemberError, SafeLLMError
 
 __all__ = ["Answer", "Question", "RemoteBackend", "Server", "position"]
 
@@ -205,7 +206,7 @@ class RemoteBackend:
 
     def forward(self, feeds: Sequence[Feed]) -> SparseScores:
         """Append the feeds' ids and ask for the scores; see `Backend.forward`. Does not wait for them."""
-        self._check(feeds)
+        check_feeds(self, feeds, num_ids=self.width)
         before = self.num_calls
         answers = [self._answer(feed) for feed in feeds]
         self.num_forwards += self.num_calls > before
@@ -214,23 +215,6 @@ class RemoteBackend:
             return [known for answer in answers for known in answer()]
 
         return SparseScores(sum(feed.keep for feed in feeds), self._symbols, wait_for_all)
-
-    def _check(self, feeds: Sequence[Feed]) -> None:
-        """Raise, before anything changes, if the feeds cannot be appended."""
-        if not feeds or len({feed.row for feed in feeds}) != len(feeds):
-            raise ValueError("forward needs at least one feed, and a row at most once")
-        for feed in feeds:
-            if not 1 <= feed.keep <= len(feed.ids):
-                raise ValueError(f"keep must be 1 to {len(feed.ids)}, got {feed.keep}")
-            length = self.length(feed.row) + len(feed.ids)
-            if length > self.max_context:
-                raise ContextOverflowError(self.name, length, self.max_context)
-            if min(feed.ids) < 0 or max(feed.ids) >= self.width:
-                raise MemberError(
-                    self.name,
-                    f"an id is outside of its vocabulary of {self.width}",
-                    hint="its tokenizer does not belong to its weights",
-                )
 
     def _answer(self, feed: Feed) -> Callable[[], Sequence[Position]]:
         """Append one feed, ask the server for what is not known yet, and return what waits for the kept positions."""
