@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,7 +11,7 @@ from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import Ensemble
 from safe_llm.testing import answering, scripted_ensemble, scripted_member
 from safe_llm.testing.tokenizers import byte_level, characters
-from server_support import ANSWERS, NAME, QUESTION, RIGHT, WRONG, Server
+from server_support import ANSWERS, NAME, QUESTION, RIGHT, WRONG, Server, hold_rounds, until
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1"])
 
@@ -67,14 +68,21 @@ def test_completion_continues_texts_of_a_list_in_order(server):
     assert len(reply["safe_llm"]) == 2
 
 
-def test_several_answers_are_one_batch_and_their_prompt_counts_once(server):  # F18
-    one = server.chat().json()["usage"]
+def test_several_answers_are_one_batch_and_their_prompt_counts_once(server, monkeypatch):  # F18
+    one = server.chat("long", max_tokens=200).json()
     calls = server.ensemble.members[0].backend.calls
     before = len(calls)
-    reply = server.chat(n=3).json()
-    assert [choice["message"]["content"] for choice in reply["choices"]] == [RIGHT] * 3
-    assert reply["usage"]["prompt_tokens"] == one["prompt_tokens"]
-    assert reply["usage"]["completion_tokens"] == 3 * one["completion_tokens"]
+    permits = hold_rounds(monkeypatch, server.ensemble)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(server.chat, "long", n=3, max_tokens=200)
+        until(lambda: sum(server.ensemble.occupancy) == 3)
+        permits.release(1000)
+        reply = asking.result().json()
+    assert [choice["message"]["content"] for choice in reply["choices"]] == [
+        one["choices"][0]["message"]["content"]
+    ] * 3
+    assert reply["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert reply["usage"]["completion_tokens"] == 3 * one["usage"]["completion_tokens"]
     assert max(len(feeds) for feeds in calls[before:]) == 3
 
 

@@ -18,7 +18,7 @@ from safe_llm.config import EnsembleConfig
 from safe_llm.ensemble import Ensemble
 from safe_llm.testing import scripted_member
 from safe_llm.testing.tokenizers import byte_level, metaspace
-from server_support import NAME, Server
+from server_support import NAME, Server, until
 
 pytestmark = pytest.mark.allow_hosts(["127.0.0.1"])
 
@@ -89,5 +89,5 @@ def test_clients_of_a_killed_verifier_get_whole_answers_that_name_it(tmp_path):
             after = server.complete("Client 3?", max_tokens=600).json()
             assert after["choices"][0]["text"] == ANSWERS["Client 3?"]
             assert after["safe_llm"][0]["lost"][0].startswith("there after 0 tokens")
-            assert server.is_idle()
+            until(server.is_idle)
             assert server.get("/health").status_code == 200
