@@ -21,7 +21,7 @@ from safe_llm.vocabulary import NOT_EXACT
 __all__ = ["Scored", "Track", "VerifyTask", "align", "boundary_check", "find_non_finite", "score"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a track is itself: it is looked for among others
 class Track:
     """One row on one verifier: its session and its view of the generated text.
 

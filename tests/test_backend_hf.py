@@ -15,7 +15,7 @@ from safe_llm.backends import hf, layers
 from safe_llm.backends.base import Feed
 from safe_llm.backends.hf import HFBackend
 from safe_llm.backends.loading import end_ids_of, load_model, place
-from safe_llm.config import MemberConfig
+from safe_llm.config import MemberConfig, ServerConfig
 from safe_llm.errors import ConfigError, MemberError, ModelCorruptError, UnsupportedModelError
 from safe_llm.testing import plain_symbols
 
@@ -377,6 +377,8 @@ def test_place_spreads_over_gpus_or_takes_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert place(members) == ["cuda:0", "cuda:3", "cuda:1", "cuda:0", "cuda:1"]
+    there = MemberConfig(model="s", backend="vllm", server=ServerConfig(url="http://127.0.0.1:1"))
+    assert place([member("a"), there, member("b")]) == ["cuda:0", "cpu", "cuda:1"]
 
 
 def member(name):

@@ -84,11 +84,14 @@ def _check_device(device: str | None) -> None:
 
 
 def place(members: Sequence[MemberConfig]) -> list[str]:
-    """Return each member's device: the one it asks for, else the GPUs in turn, one each, else the CPU."""
+    """Return each member's device: the one it asks for, else the GPUs in turn, one each, else the CPU.
+
+    A member on a server takes no GPU of this machine.
+    """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices, taken = [], 0
     for member in members:
-        if member.device is not None or not num_gpus:
+        if member.device is not None or member.server is not None or not num_gpus:
             devices.append(member.device or "cpu")
             continue
         devices.append(f"cuda:{taken % num_gpus}")
